@@ -4,6 +4,7 @@ Legend: B sequences, S tokens, L tapped layers, D hidden size, V rows of the voc
 """
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,6 +84,8 @@ class Target:
         self.head_VD = head.weight
         self.vocab_size = self.embedding_VD.shape[0]
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        # renamed within transformers 5
+        self._cache_name = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
         self.stop_ids = stop_ids(model.generation_config, tokenizer)
         check_target(config, self.num_layers, self.vocab_size)
 
@@ -131,8 +134,8 @@ class Target:
                 input_ids=ids_BS,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=cache,
                 use_cache=cache is not None,
+                **{self._cache_name: cache},
             )
         last = out.last_hidden_state
         hidden = torch.stack([collected[i] for i in self.config.tap_layer_ids], dim=2) if taps else None
@@ -198,10 +201,13 @@ def load_target(cfg: TargetConfig, device: str | torch.device = "cpu", dtype: to
         TargetError: source unreachable or damaged, tap ids or mask id that the model does not have.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     folder = target_folder(cfg)
     _check_folder(cfg, folder)
     dtype = dtype or getattr(torch, cfg.dtype)
+    if cfg.source.kind != "hub":  # a local read of seconds: its bar would be the only noise on the terminal
+        logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=cfg.trust_remote_code)
     except (OSError, ValueError) as e:
