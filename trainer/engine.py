@@ -1,0 +1,130 @@
+"""DeepSpeed: the process group, the engine's configuration, and the optimiser's groups."""
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import os
+import socket
+from typing import Any
+
+import torch
+from torch import nn
+
+from infra.errors import ConfigError
+from trainer.config import SftConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """This process among the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, float64, on the CPU."""
+        out = values.detach().to(device=self.device, dtype=torch.float64)
+        torch.distributed.all_reduce(out)
+        return out.cpu()
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank when it is on one; every rank must call it."""
+        return bool(self.sum(torch.tensor([float(flag)]))[0] > 0)
+
+    def barrier(self) -> None:
+        torch.distributed.barrier()
+
+
+def init_world(timeout_s: float = 1800.0) -> World:
+    """Join the process group that torchrun, Slurm or Ray Train has described in the environment; alone without one."""
+    import deepspeed
+
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(_free_port())
+    cuda = torch.cuda.is_available()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if cuda:
+        torch.cuda.set_device(local_rank)
+    else:
+        # DeepSpeed would compile a shared-memory all-reduce (100 s, and a killed build hangs the next run); gloo is fine
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    deepspeed.init_distributed(
+        "nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(seconds=timeout_s), auto_mpi_discovery=False
+    )
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
+
+
+def accumulation_steps(cfg: SftConfig, world_size: int) -> int:
+    """Micro-batches per rank and optimiser step.
+
+    Raises:
+        ConfigError: the ranks do not divide the global batch.
+    """
+    per_pass = cfg.data.documents_per_micro_batch * world_size
+    if cfg.data.global_batch % per_pass:
+        raise ConfigError(
+            f"data.global_batch = {cfg.data.global_batch} is not a multiple of {world_size} ranks × "
+            f"{cfg.data.documents_per_micro_batch} documents_per_micro_batch; use a number of ranks that divides it"
+        )
+    return cfg.data.global_batch // per_pass
+
+
+def deepspeed_config(cfg: SftConfig, world_size: int) -> dict[str, Any]:
+    """The JSON that DeepSpeed gets; saved with the run. No "auto" values."""
+    return {
+        "train_micro_batch_size_per_gpu": cfg.data.documents_per_micro_batch,
+        "gradient_accumulation_steps": accumulation_steps(cfg, world_size),
+        "gradient_clipping": cfg.optim.clip,
+        "bf16": {"enabled": cfg.engine.dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": cfg.engine.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+    }
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices with weight decay, vectors (norms) without; every trainable parameter in exactly one group."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.ndim >= 2]
+    vectors = [p for p in trainable if p.ndim < 2]
+    assert len(matrices) + len(vectors) == len(trainable) == len({id(p) for p in trainable})
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [g for g in groups if g["params"]]
+
+
+def build_engine(model: nn.Module, cfg: SftConfig, world: World) -> Any:
+    """A DeepSpeed engine around `model` (the drafter alone: embedding and head are outside and never saved)."""
+    import deepspeed
+
+    groups = parameter_groups(model, cfg.optim.weight_decay)
+    optimizer = torch.optim.AdamW(
+        groups, lr=cfg.optim.lr, betas=cfg.optim.betas, eps=cfg.optim.eps, fused=world.device.type == "cuda"
+    )
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(cfg, world.size))
+    if hasattr(engine.optimizer, "check_grad_overflow"):
+        engine.optimizer.check_grad_overflow = True  # in fp32 too: a non-finite gradient skips the step on every rank
+    return engine
+
+
+def set_lr(engine: Any, lr: float) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
