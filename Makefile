@@ -1,0 +1,56 @@
+# flashdraft: every target is one call of a module; `make help` lists them.
+MODEL ?= smollm2-135m
+CORPUS ?= demo
+STAGE ?= sft
+NPROC ?= auto
+ARGS ?=
+PORT ?= 5000
+PYTHON ?= python3
+PY := .venv/bin/python
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help install demo features train eval compare export ui test bench parity doctor lint clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("flashdraft: Python %d.%d is too old; install 3.11 or newer, or set PYTHON=" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv && $(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+install: .venv/installed ## create .venv and install everything into it (the other targets do it themselves)
+
+demo: install ## the whole path on a laptop: corpus, features, training, τ before and after, MLflow (about 10 minutes)
+	@$(PY) -m infra demo $(ARGS)
+
+features: install ## MODEL= CORPUS=: responses by the target, then its hidden states into the store
+	@$(PY) -m pipeline --model "$(MODEL)" --corpus "$(CORPUS)" $(ARGS)
+
+train: install ## STAGE=sft MODEL= [RECIPE= NPROC=]: train a drafter from the store
+	@$(PY) -m trainer --stage "$(STAGE)" --model "$(MODEL)" --nproc "$(NPROC)" $(if $(RECIPE),--recipe "$(RECIPE)") $(ARGS)
+
+eval: install ## MODEL= [DRAFTER= SUITES= LIMIT=]: τ, speed-up and the lossless check on the suites
+	@$(PY) -m eval --model "$(MODEL)" $(if $(DRAFTER),--drafter "$(DRAFTER)") $(if $(SUITES),--suites-from "$(SUITES)") $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
+
+compare: install ## A= B=: which of two evaluated drafters is better, by how much, how sure
+	@$(PY) -m eval compare "$(A)" "$(B)" $(ARGS)
+
+ui: install ## [PORT=]: the MLflow pages on http://127.0.0.1:5000
+	@$(PY) -m infra ui --port $(PORT)
+
+test: install ## the complete test suite, on a CPU
+	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+
+bench: install ## PART=features|pipeline|train-step|kernels|replay: ratios against named opponents into runs/bench/
+	@$(PY) -m infra bench "$(PART)" $(ARGS)
+
+doctor: install ## check this machine and say what is wrong in plain words
+	@$(PY) -m infra doctor
+
+lint: install ## ruff
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+
+clean: ## remove .venv and caches; runs/, data/ and store/ stay
+	rm -rf .venv .pytest_cache .ruff_cache *.egg-info
