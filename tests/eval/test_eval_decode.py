@@ -49,10 +49,10 @@ def test_perfect_constant_and_random_drafts(tiny, scripted, batch_size):
         for trace in traces:
             assert sum(c.emitted for c in trace.cycles) == len(trace.answer_ids) - 1
             assert all(c.verify_length == 8 and len(c.drafts) == 7 and 0 <= c.matched <= 7 for c in trace.cycles)
-                if name == "perfect":  # 8 tokens a cycle, and what is left in the last
-                    full, rest = divmod(len(trace.answer_ids) - 1, 8)
-                    assert [c.emitted for c in trace.cycles] == [8] * full + [rest] * (rest > 0)
-                    assert all(c.matched == 7 for c in trace.cycles[:-1])
+            if name == "perfect":  # 8 tokens a cycle, and what is left in the last
+                full, rest = divmod(len(trace.answer_ids) - 1, 8)
+                assert [c.emitted for c in trace.cycles] == [8] * full + [rest] * (rest > 0)
+                assert all(c.matched == 7 for c in trace.cycles[:-1])
 
 
 def test_verify_length_changes_cycles_not_text(tiny, scripted):
