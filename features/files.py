@@ -1,0 +1,224 @@
+"""The few file operations a store needs, on a local folder and on an object store (`s3:// gs:// az://`).
+
+Paths are relative to the store with `/` between parts. Every write is whole or invisible:
+`write` replaces, `create` is put-if-absent, and `write_parts` goes to names that no reader looks at before a commit.
+"""
+
+import contextlib
+import os
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from infra.errors import StoreError
+
+IOV = 512  # buffers per writev; the kernel's limit is 1024
+
+
+class Files(Protocol):
+    """What LocalFiles and ObjectFiles share."""
+
+    uri: str
+
+    def read(self, path: str) -> bytes: ...  # FileNotFoundError when absent
+    def write(self, path: str, data: bytes) -> None: ...
+    def create(self, path: str, data: bytes) -> bool: ...  # False when the path exists already
+    def write_parts(self, path: str, parts: Sequence[Any]) -> None: ...
+    def list(self, prefix: str) -> list[str]: ...  # every path below the folder, sorted
+    def size(self, path: str) -> int | None: ...
+    def move(self, source: str, destination: str) -> None: ...  # replaces; FileNotFoundError when absent
+    def remove(self, path: str) -> None: ...  # absent is fine
+
+
+def open_files(uri: str, *, fsync: bool = False) -> "Files":
+    """`fsync` applies to local folders."""
+    return ObjectFiles(uri) if is_remote(uri) else LocalFiles(uri, fsync=fsync)
+
+
+def is_remote(uri: str) -> bool:
+    """
+    Raises:
+        StoreError: a scheme that is none of ours.
+    """
+    scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]*)://", uri)
+    if not scheme or scheme[1] == "file":
+        return False
+    if scheme[1] not in ("s3", "gs", "az"):
+        raise StoreError(f"store address {uri!r} has the scheme {scheme[1]!r}; use a folder, s3://, gs:// or az://")
+    return True
+
+
+class LocalFiles:
+    """A folder. With `fsync`, data reach the disk before the commit that names them; kills never need that."""
+
+    def __init__(self, uri: str, *, fsync: bool = False):
+        self.uri, self.fsync = uri, fsync
+        self.root = Path(uri.removeprefix("file://")).absolute()
+
+    def local(self, path: str) -> Path:
+        return self.root / path
+
+    def read(self, path: str) -> bytes:
+        return (self.root / path).read_bytes()
+
+    def write(self, path: str, data: bytes) -> None:
+        aside = self._aside(path, data)
+        os.replace(aside, self.root / path)
+
+    def create(self, path: str, data: bytes) -> bool:
+        aside = self._aside(path, data)
+        try:
+            os.link(aside, self.root / path)  # fails when the name exists: put-if-absent, atomically
+        except FileExistsError:
+            return False
+        finally:
+            aside.unlink(missing_ok=True)
+        if self.fsync:
+            _fsync_folder((self.root / path).parent)
+        return True
+
+    def write_parts(self, path: str, parts: Sequence[Any]) -> None:
+        full = self.root / path
+        full.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            for i in range(0, len(parts), IOV):
+                _writev_all(fd, list(parts[i : i + IOV]))
+            if self.fsync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def list(self, prefix: str) -> list[str]:
+        base = self.root / prefix
+        found = [p for p in base.rglob("*") if p.is_file() and not p.name.startswith(".")]
+        return sorted(p.relative_to(self.root).as_posix() for p in found)
+
+    def size(self, path: str) -> int | None:
+        try:
+            return (self.root / path).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    def move(self, source: str, destination: str) -> None:
+        full = self.root / destination
+        full.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(self.root / source, full)
+        with contextlib.suppress(OSError):
+            (self.root / source).parent.rmdir()  # the attempt's folder, once its last object has moved
+
+    def remove(self, path: str) -> None:
+        (self.root / path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            (self.root / path).parent.rmdir()
+
+    def _aside(self, path: str, data: bytes) -> Path:
+        full = self.root / path
+        full.parent.mkdir(parents=True, exist_ok=True)
+        aside = full.with_name(f".{full.name}.{uuid.uuid4().hex[:8]}")
+        with open(aside, "wb") as f:
+            f.write(data)
+            if self.fsync:
+                f.flush()
+                os.fsync(f.fileno())
+        return aside
+
+
+class ObjectFiles:
+    """A prefix of a bucket, through obstore; credentials and endpoint come from the usual environment variables."""
+
+    def __init__(self, uri: str):
+        import obstore.store
+
+        self.uri = uri.rstrip("/")
+        self.store = obstore.store.from_url(self.uri)
+
+    def read(self, path: str) -> bytes:
+        import obstore
+
+        return bytes(obstore.get(self.store, path).bytes())
+
+    def read_ranges(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Any]:
+        import obstore
+
+        return obstore.get_ranges(self.store, path, starts=starts, ends=ends)
+
+    def write(self, path: str, data: bytes) -> None:
+        import obstore
+
+        obstore.put(self.store, path, data)
+
+    def create(self, path: str, data: bytes) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self.store, path, data, mode="create", use_multipart=False)  # If-None-Match: *
+        except AlreadyExistsError:
+            return False
+        return True
+
+    def write_parts(self, path: str, parts: Sequence[Any]) -> None:
+        import obstore
+
+        obstore.put(self.store, path, _joined(parts, 16 * 2**20), use_multipart=True)
+
+    def list(self, prefix: str) -> list[str]:
+        import obstore
+
+        pages = obstore.list(self.store, prefix.rstrip("/") + "/")
+        return sorted(meta["path"] for page in pages for meta in page)
+
+    def size(self, path: str) -> int | None:
+        import obstore
+
+        try:
+            return obstore.head(self.store, path)["size"]
+        except FileNotFoundError:
+            return None
+
+    def move(self, source: str, destination: str) -> None:
+        import obstore
+
+        obstore.copy(self.store, source, destination)
+        obstore.delete(self.store, source)
+
+    def remove(self, path: str) -> None:
+        import obstore
+
+        with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self.store, path)
+
+
+def _joined(parts: Sequence[Any], size: int) -> Iterable[bytes]:
+    """The parts as byte strings of about `size` bytes, so that no copy of the whole object is made."""
+    pending, held = [], 0
+    for part in parts:
+        view = memoryview(part)
+        pending.append(view)
+        held += view.nbytes
+        if held >= size:
+            yield b"".join(pending)
+            pending, held = [], 0
+    if pending:
+        yield b"".join(pending)
+
+
+def _writev_all(fd: int, parts: list[Any]) -> None:
+    views = [memoryview(p).cast("B") for p in parts]
+    while views:
+        written = os.writev(fd, views)
+        while views and written >= views[0].nbytes:
+            written -= views.pop(0).nbytes
+        if written:
+            views[0] = views[0][written:]
+
+
+def _fsync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,344 @@
+"""Reading a store: documents as a table, and any prefix of any document's features in one call.
+
+    store = FeatureStore.open("data/store/qwen3-8b/0123456789ab")
+    f = store.read(store.documents["document"][0].as_py(), stop=128)     # f.hidden_SLD: (128, L, D)
+
+Every read goes through the shard's own Zarr index and touches only the chunks it needs. Local shards are read with
+positioned reads into the caller's buffer rather than through a memory map: as fast (the copy out of the page cache is
+the cost of both), but a file that was cut short gives an error instead of killing the process with SIGBUS, and the
+reader's resident memory stays flat however many shards it has visited.
+
+Legend: S tokens, L taps, D hidden size, k teacher candidates.
+"""
+
+import json
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from features import commits as cm
+from features.files import LocalFiles, ObjectFiles, open_files
+from features.layout import ArrayLayout, array_layouts, check_chunk, damaged, decode_index
+from features.plan import num_shards
+from features.precision import LOAD_DTYPE, decode_fp8
+from features.spec import FeatureSpec, parse_spec
+from features.writer import read_plan, rejects_table
+from infra.errors import StoreError
+
+Verify = Literal["first_touch", "always", "never"]
+MAX_HANDLES = 128  # open shard objects per reader; the usual limit of a process is 1,024 files
+
+
+@dataclass
+class Features:
+    """Rows [start, stop) of one document; `topk_*` are None in a store without a compact teacher."""
+
+    document: str
+    start: int
+    hidden_SLD: torch.Tensor  # bf16, or fp32 from an fp32 store
+    token_ids_S: np.ndarray  # int32
+    loss_mask_S: np.ndarray  # uint8
+    target_logprob_S: np.ndarray  # float32
+    topk_ids_Sk: np.ndarray | None  # int32
+    topk_logprobs_Sk: np.ndarray | None  # float16
+
+
+class FeatureStore:
+    """A store opened for reading. Threads may share it; forked and spawned workers may too (handles are per process)."""
+
+    def __init__(self, uri: str, verify: Verify):
+        self.uri, self.verify = uri, verify
+        self._connect()
+        self.spec = parse_spec(_spec_text(self.files), uri)
+        self.layouts = array_layouts(self.spec)
+        plan = read_plan(self.files)
+        self.num_shards = num_shards(plan)
+        self._commits = cm.read_commits(self.files)
+        self.missing_shards = [s for s in range(self.num_shards) if s not in self._commits]
+        self.rejects: pa.Table = rejects_table(self._commits)
+        keep = pc.is_in(plan["shard"], pa.array(list(self._commits), pa.int32()))
+        keep = pc.and_(keep, pc.invert(pc.is_in(plan["document"], self.rejects["document"].combine_chunks())))
+        self.documents: pa.Table = plan.filter(keep).combine_chunks()
+        self._shard = self.documents["shard"].to_numpy()
+        self._start = self.documents["start"].to_numpy()
+        self._length = self.documents["length"].to_numpy()
+        self._by_id: tuple[np.ndarray, np.ndarray] | None = None
+
+    @classmethod
+    def open(cls, uri: str, spec: FeatureSpec | None = None, verify: Verify = "first_touch") -> "FeatureStore":
+        """Open the store in folder `uri`.
+
+        Args:
+            spec: what the caller needs; None accepts any.
+            verify: check the crc32c of every chunk read always, only the first time this reader touches it, or never.
+        Raises:
+            StoreError: no store there, or a damaged one.
+            SpecMismatch: the store's spec differs from `spec`; the sentence names field, old and new value.
+        """
+        store = cls(uri, verify)
+        if spec is not None:
+            store.spec.require_equal(spec, f"store {uri}")
+        return store
+
+    @property
+    def complete(self) -> bool:
+        """Every planned shard is committed."""
+        return not self.missing_shards
+
+    def __len__(self) -> int:
+        return len(self._shard)
+
+    def row(self, document: str | int) -> int:
+        """Row of `documents` of a document id; a row stays itself.
+
+        Raises:
+            StoreError: no such document, or it was rejected or is not committed yet.
+        """
+        if isinstance(document, int | np.integer):
+            if not 0 <= document < len(self):
+                raise StoreError(
+                    f"row {document} is outside the {len(self)} documents of {self.uri}; give a smaller one"
+                )
+            return int(document)
+        if self._by_id is None:
+            ids = np.array(self.documents["document"].to_pylist(), dtype="S")
+            order = np.argsort(ids)
+            self._by_id = ids[order], order
+        ids, order = self._by_id
+        at = int(np.searchsorted(ids, document.encode()))
+        if at == len(ids) or ids[at] != document.encode():
+            raise StoreError(
+                f"document {document!r} is not in {self.uri}; it was rejected, is not prefilled yet, or is of another corpus"
+            )
+        return int(order[at])
+
+    def length(self, document: str | int) -> int:
+        """Tokens of a document."""
+        return int(self._length[self.row(document)])
+
+    def read(
+        self, document: str | int, start: int = 0, stop: int | None = None, taps: tuple[int, ...] | None = None
+    ) -> Features:
+        """Rows [start, stop) of a document.
+
+        Args:
+            document: id, or row of `documents`.
+            stop: exclusive; None reads to the end.
+            taps: layer ids out of `spec.tap_layer_ids`, in the order wanted; None is all.
+        Raises:
+            StoreError: unknown document, range or tap; damaged or lost objects.
+        """
+        row = self.row(document)
+        first, count = self._range(row, start, stop)
+        S, L, D = count, self.spec.num_taps, self.spec.hidden_size
+        hidden = torch.empty((S, L, D), dtype=LOAD_DTYPE[self.spec.storage_dtype])
+        self.read_hidden(row, hidden, start)
+        if taps is not None:
+            hidden = hidden[:, self.tap_indices(taps)].contiguous()
+        shard = int(self._shard[row])
+        small = {n: self._rows(n, shard, first, count) for n in self.layouts if n not in ("hidden", "scale")}
+        return Features(
+            document=self.documents["document"][row].as_py(),
+            start=start,
+            hidden_SLD=hidden,
+            token_ids_S=small["token_ids"],
+            loss_mask_S=small["loss_mask"],
+            target_logprob_S=small["target_logprob"],
+            topk_ids_Sk=small.get("topk_ids"),
+            topk_logprobs_Sk=small.get("topk_logprobs"),
+        )
+
+    def read_hidden(self, document: str | int, out_SLD: torch.Tensor, start: int = 0) -> None:
+        """Read rows [start, start + S) of a document's hidden states into a contiguous buffer of the store's load dtype."""
+        row = self.row(document)
+        first, count = self._range(row, start, start + len(out_SLD))
+        shard = int(self._shard[row])
+        if self.spec.storage_dtype == "fp8_e4m3":
+            decode_fp8(self._rows("hidden", shard, first, count), self._rows("scale", shard, first, count), out_SLD)
+        else:
+            assert out_SLD.is_contiguous() and out_SLD.dtype == LOAD_DTYPE[self.spec.storage_dtype]
+            self._read_into("hidden", shard, first, count, out_SLD.view(torch.uint8).numpy().reshape(-1))
+
+    def read_array(self, name: str, document: str | int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Rows [start, stop) of one of the narrow arrays (`token_ids`, `loss_mask`, ...), as stored."""
+        row = self.row(document)
+        first, count = self._range(row, start, stop)
+        return self._rows(name, int(self._shard[row]), first, count)
+
+    def tap_indices(self, taps: tuple[int, ...]) -> list[int]:
+        """Positions on the L axis of the given layer ids."""
+        have = self.spec.tap_layer_ids
+        if unknown := [t for t in taps if t not in have]:
+            raise StoreError(
+                f"tap {unknown[0]} is not stored in {self.uri}; it has the layers {', '.join(map(str, have))}"
+            )
+        return [have.index(t) for t in taps]
+
+    def _range(self, row: int, start: int, stop: int | None) -> tuple[int, int]:
+        length = int(self._length[row])
+        stop = length if stop is None else stop
+        if not 0 <= start <= stop <= length:
+            raise StoreError(
+                f"rows {start} to {stop} are outside the {length} tokens of document row {row}; stay within them"
+            )
+        return int(self._start[row]) + start, stop - start
+
+    def _rows(self, name: str, shard: int, first: int, count: int) -> np.ndarray:
+        layout = self.layouts[name]
+        out = np.empty((count, *layout.trailing), layout.dtype)
+        self._read_into(name, shard, first, count, out.reshape(-1).view(np.uint8))
+        return out
+
+    def _read_into(self, name: str, shard: int, first: int, count: int, out: np.ndarray) -> None:
+        """Bytes of rows [first, first + count) of a shard into `out` (uint8, flat)."""
+        if os.getpid() != self._pid:
+            self._connect()
+        if name in self._foreign:
+            layout = self.layouts[name]
+            at = shard * layout.shard_tokens + first
+            out[:] = np.ascontiguousarray(self._foreign[name][at : at + count]).reshape(-1).view(np.uint8)
+            return
+        self._handle(name, shard).read_rows(first, count, out, self.verify)
+
+    def _handle(self, name: str, shard: int) -> "ShardObject":
+        key = (name, shard)
+        with self._lock:
+            if (handle := self._handles.get(key)) is not None:
+                self._handles.move_to_end(key)
+                return handle
+        handle = ShardObject(
+            self, name, shard
+        )  # two threads may open one object at once; the second replaces the first
+        with self._lock:
+            self._handles[key] = handle
+            while len(self._handles) > MAX_HANDLES:
+                self._handles.popitem(
+                    last=False
+                )  # its file closes with the last reference: a reading thread may hold one
+        return handle
+
+    def _connect(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._handles: OrderedDict[tuple[str, int], ShardObject] = OrderedDict()
+        self._checked: dict[tuple[str, int], int] = {}  # bit i: chunk i was found intact by this reader
+        self.files = open_files(self.uri)
+        self._foreign = self._foreign_arrays() if hasattr(self, "layouts") else {}
+
+    def _foreign_arrays(self) -> dict[str, Any]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("files", "_lock", "_handles", "_checked", "_pid", "_foreign")
+        return {k: v for k, v in self.__dict__.items() if k not in mine}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
+
+
+class ShardObject:
+    """One open shard object: its chunk index, and reads of rows through it."""
+
+    def __init__(self, store: FeatureStore, name: str, shard: int):
+        self.layout: ArrayLayout = store.layouts[name]
+        self.key = (name, shard)
+        self.checked = store._checked
+        self.fd = -1
+        record = store._commits[shard].objects[name]
+        self.path = self.layout.key(shard)
+        self.files = store.files
+        size = self._open(store, shard, name)
+        self.where = f"{store.uri}/{self.path}"
+        if size != record.bytes:
+            raise damaged(self.where, f"it has {size} bytes and its commit says {record.bytes}")
+        tail = np.empty(self.layout.index_bytes, np.uint8)
+        self._read([(size - len(tail), tail)])
+        self.index = decode_index(self.layout, tail.tobytes(), size, self.where).tolist()
+
+    def _open(self, store: FeatureStore, shard: int, name: str) -> int:
+        waiting = cm.attempt_path(shard, store._commits[shard].attempt, name)  # committed, not yet under its Zarr name
+        for path in (self.path, waiting, self.path):
+            self.path = path
+            if isinstance(self.files, LocalFiles):
+                try:
+                    self.fd = os.open(self.files.local(path), os.O_RDONLY)
+                except FileNotFoundError:
+                    continue
+                return os.fstat(self.fd).st_size
+            if (size := self.files.size(path)) is not None:
+                return size
+        raise damaged(f"{store.uri}/{self.path}", "it is committed but the object is gone")
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def read_rows(self, first: int, count: int, out: np.ndarray, verify: Verify) -> None:
+        c, row_bytes, size = self.layout.chunk_tokens, self.layout.row_bytes, self.layout.chunk_bytes
+        checked = self.checked.get(self.key, 0) if verify == "first_touch" else 0
+        verified = 0
+        # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
+        wanted = []  # (chunk, destination, first byte wanted inside the chunk)
+        for i in range(first // c, -(-(first + count) // c)):
+            lo, hi = max(first, i * c), min(first + count, (i + 1) * c)
+            part = out[(lo - first) * row_bytes : (hi - first) * row_bytes]
+            if self.index[i][0] < 0:
+                part[:] = 0
+            else:
+                wanted.append((i, part, (lo - i * c) * row_bytes))
+        group = (
+            1 if self.fd >= 0 else len(wanted)
+        )  # locally chunk by chunk: checked while in the cache; remotely at once
+        for g in range(0, len(wanted), max(group, 1)):
+            reads, checks = [], []
+            for i, part, skip in wanted[g : g + group]:
+                offset = self.index[i][0]
+                if verify == "never" or checked >> i & 1:
+                    reads.append((offset + skip, part))
+                    continue
+                whole = part if len(part) == size else np.empty(size, np.uint8)
+                crc = np.empty(4, np.uint8)
+                reads.append((offset, whole, crc))
+                checks.append((i, whole, crc, part, skip))
+            self._read(reads)
+            for i, whole, crc, part, skip in checks:
+                check_chunk(whole, crc, self.where, i)
+                verified |= 1 << i
+                if whole is not part:
+                    part[:] = whole[skip : skip + len(part)]
+        if verified and verify == "first_touch":
+            self.checked[self.key] = self.checked.get(self.key, 0) | verified
+
+    def _read(self, reads: list[tuple]) -> None:
+        """Fill the buffers of each (offset, buffer, ...) with the object's bytes from `offset` on."""
+        if self.fd >= 0:
+            for offset, *buffers in reads:
+                want = sum(len(b) for b in buffers)
+                if os.preadv(self.fd, buffers, offset) != want:
+                    raise damaged(self.where, f"it ends before byte {offset + want}")
+            return
+        assert isinstance(self.files, ObjectFiles)
+        starts = [r[0] for r in reads]
+        ends = [r[0] + sum(len(b) for b in r[1:]) for r in reads]
+        for (_, *buffers), data in zip(reads, self.files.read_ranges(self.path, starts, ends), strict=True):
+            raw, at = np.frombuffer(data, np.uint8), 0
+            for b in buffers:
+                b[:] = raw[at : at + len(b)]
+                at += len(b)
+
+
+def _spec_text(files: LocalFiles | ObjectFiles) -> bytes:
+    try:
+        return files.read("spec.json")
+    except FileNotFoundError:
+        raise StoreError(
+            f"{files.uri} is no feature store (it has no spec.json); give the folder that holds it"
+        ) from None

@@ -1,0 +1,359 @@
+"""Writing a store: one shard at a time, whole, checked, and committed last. No Ray here; Ray actors use the same class.
+
+    writer = create_store(root, spec, plan)             # makes the store or continues an equal one
+    for shard in writer.missing_shards():
+        writer.write_shard(shard, documents_of(shard))  # any iterable of DocumentFeatures, any order
+    summary = writer.finish()
+
+Legend: S tokens of a document, L taps, D hidden size, k teacher candidates.
+"""
+
+import datetime
+import importlib.metadata
+import io
+import json
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+
+from features import commits as cm
+from features.files import Files, is_remote, open_files
+from features.layout import ArrayLayout, ObjectRecord, array_layouts, encode_shard
+from features.plan import PLAN_SCHEMA, corpus_digest, document_id, num_shards
+from features.precision import encode
+from features.spec import FeatureSpec, parse_spec, store_path
+from infra.errors import DataError, SpecMismatch, StoreError
+from infra.provenance import provenance
+
+MAX_PUT_BYTES = 5 * 2**30  # an object store copies at most 5 GiB in one request
+REJECTS_SCHEMA = pa.schema([("document", pa.string()), ("reason", pa.string()), ("detail", pa.string())])
+
+
+@dataclass
+class DocumentFeatures:
+    """What prefill hands over for one planned document.
+
+    `topk_*[t]` describe the target's distribution for token t given the tokens before t, as `target_logprob_S[t]` does.
+    A document that could not be computed comes with `error` (a sentence) and goes to the rejects.
+    """
+
+    document: str
+    token_ids_S: np.ndarray | None = None  # int32
+    loss_mask_S: np.ndarray | None = None  # uint8
+    hidden_SLD: torch.Tensor | None = None  # any float dtype, any device
+    target_logprob_S: np.ndarray | None = None  # float32, 0 at index 0
+    topk_ids_Sk: np.ndarray | None = None  # int32
+    topk_logprobs_Sk: np.ndarray | None = None  # float16 or float32
+    error: str | None = None
+
+
+class Rejected(Exception):
+    """A document that must not enter the store: (reason, detail)."""
+
+
+def create_store(
+    root_uri: str, spec: FeatureSpec, plan: pa.Table, *, max_reject_share: float = 0.05, fsync: bool = False
+) -> "StoreWriter":
+    """Make `<root>/<target>/<fingerprint12>` with its spec, plan and array metadata, or continue an equal store there.
+
+    Args:
+        root_uri: a folder or `s3:// gs:// az://` address.
+        plan: `make_plan(documents, spec.shard_tokens)`.
+        max_reject_share: share of rejected documents above which writing stops.
+        fsync: force local data to disk before each commit. Kills never need it, and a checksum reveals what a power cut tore.
+    Raises:
+        SpecMismatch: the folder holds another spec or plan, or the plan is not of the spec's corpus.
+        StoreError: a shard too large for one object.
+    """
+    uri = store_path(root_uri, spec.target, spec)
+    files = open_files(uri, fsync=fsync)
+    if (digest := corpus_digest(plan)) != spec.corpus_digest:
+        raise SpecMismatch(
+            f"the plan is of corpus {digest[:12]} and the spec says corpus_digest = {spec.corpus_digest[:12]!r}; "
+            "make both from the same documents"
+        )
+    layouts = array_layouts(spec)
+    largest = max(layout.num_chunks * (layout.chunk_bytes + 4) for layout in layouts.values())
+    if is_remote(uri) and largest > MAX_PUT_BYTES:
+        raise StoreError(
+            f"a shard object of {largest / 2**30:.1f} GiB exceeds the 5 GiB of one object copy; "
+            f"lower shard_tokens = {spec.shard_tokens} or use storage_dtype = 'fp8_e4m3'"
+        )
+    if not files.create("spec.json", spec.canonical().encode()):
+        parse_spec(files.read("spec.json"), uri).require_equal(spec, f"store {uri}")
+    if not files.create("plan.parquet", _parquet(plan)):
+        if not read_plan(files).equals(plan):
+            raise SpecMismatch(
+                f"store {uri} has another plan.parquet than this corpus; delete the store or restore its plan"
+            )
+    attributes = {"fingerprint": spec.fingerprint, "target": spec.target, "tap_layer_ids": list(spec.tap_layer_ids)}
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    files.write("zarr.json", json.dumps(group, indent=2).encode())
+    for layout in layouts.values():
+        files.write(f"{layout.name}/zarr.json", layout.metadata(num_shards(plan), attributes))
+    record = provenance(fingerprint=spec.fingerprint, spec=spec.model_dump(mode="json"))
+    files.create("PROVENANCE.json", (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode())
+    return StoreWriter(uri, max_reject_share=max_reject_share, fsync=fsync)
+
+
+def read_plan(files: Files) -> pa.Table:
+    try:
+        return pq.read_table(io.BytesIO(files.read("plan.parquet"))).cast(PLAN_SCHEMA).combine_chunks()
+    except FileNotFoundError:
+        raise StoreError(f"{files.uri} has no plan.parquet; restore it or prefill the store again") from None
+    except pa.ArrowException as e:
+        raise StoreError(
+            f"plan.parquet of {files.uri} is not readable ({e}); restore it or prefill the store again"
+        ) from None
+
+
+class StoreWriter:
+    """Writes shards of an existing store. Cheap to pickle: another process reads spec and plan from the store itself."""
+
+    def __init__(self, uri: str, *, max_reject_share: float = 0.05, fsync: bool = False):
+        self.uri, self.max_reject_share, self.fsync = uri, max_reject_share, fsync
+        self._open()
+
+    def _open(self) -> None:
+        self.files = open_files(self.uri, fsync=self.fsync)
+        try:
+            self.spec = parse_spec(self.files.read("spec.json"), self.uri)
+        except FileNotFoundError:
+            raise StoreError(
+                f"{self.uri} is no feature store (it has no spec.json); make it with create_store"
+            ) from None
+        self.layouts = array_layouts(self.spec)
+        self.plan = read_plan(self.files)
+        self.num_shards = num_shards(self.plan)
+        self._shard_of_row = self.plan["shard"].to_numpy()
+        self._seen = self._rejected = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"uri": self.uri, "max_reject_share": self.max_reject_share, "fsync": self.fsync}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def missing_shards(self) -> list[int]:
+        """Shards without a commit, ascending."""
+        have = set(cm.read_commits(self.files))
+        return [s for s in range(self.num_shards) if s not in have]
+
+    def shard_plan(self, shard: int) -> pa.Table:
+        """The plan's rows of one shard, in the order of their starts."""
+        a, b = np.searchsorted(self._shard_of_row, [shard, shard + 1])
+        return self.plan.slice(int(a), int(b - a))
+
+    def write_shard(self, shard: int, documents: Iterable[DocumentFeatures]) -> dict[str, Any]:
+        """Check, write and commit one shard; a shard that is committed already is left as it is.
+
+        Args:
+            documents: exactly the planned documents of this shard, in any order; read one at a time.
+        Returns:
+            the receipt (~200 B): shard, attempt, won, documents, tokens, rejected, bytes.
+        Raises:
+            StoreError: a document that the plan does not have in this shard, one given twice or not at all,
+                or no such shard.
+            DataError: more rejects than `max_reject_share` allows.
+        """
+        if not 0 <= shard < self.num_shards:
+            raise StoreError(
+                f"shard {shard} is not in the plan of {self.uri}; it has shards 0 to {self.num_shards - 1}"
+            )
+        if (commit := cm.read_commit(self.files, shard)) is not None:
+            return self._receipt(commit, won=False)
+        rows = self.shard_plan(shard).to_pylist()
+        buffers, rejected = self._fill(shard, rows, documents)
+        attempt = uuid.uuid4().hex[:12]
+        objects = {}
+        try:
+            for name, layout in self.layouts.items():
+                objects[name] = self._put(layout, shard, attempt, buffers.pop(name))
+        except FileNotFoundError:  # `finish` of another process swept the attempt: the shard is committed
+            if (commit := cm.read_commit(self.files, shard)) is None:
+                raise
+            return self._receipt(commit, won=False)
+        gone = {r[0] for r in rejected}
+        commit = cm.Commit(
+            shard=shard,
+            attempt=attempt,
+            objects=objects,
+            rejected=rejected,
+            documents=[(r["document"], r["start"], r["length"]) for r in rows if r["document"] not in gone],
+            versions={p: importlib.metadata.version(p) for p in ("torch", "numpy")},
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        won = self.files.create(cm.commit_path(shard), commit.to_json())
+        if not won:
+            winner = cm.read_commit(self.files, shard)
+            assert winner is not None
+            won = winner.attempt == attempt  # a retried put that had arrived the first time
+            if not won:
+                for name in self.layouts:
+                    self.files.remove(cm.attempt_path(shard, attempt, name))
+            commit = winner
+        cm.promote(self.files, self.layouts, commit)
+        return self._receipt(commit, won=won)
+
+    def finish(self) -> dict[str, Any]:
+        """Complete what killed writers left, write manifest.json and rejects.parquet, and sum up.
+
+        May be called on an incomplete store (`missing` then counts its shards), and again later.
+
+        Returns:
+            fingerprint, uri, complete, shards, missing, documents, tokens, rejected, reasons, bytes.
+        Raises:
+            DataError: more rejects than `max_reject_share` allows (after both files are written).
+        """
+        commits = cm.read_commits(self.files)
+        cm.sweep_attempts(self.files, self.layouts, commits)
+        summary = write_manifest(self.files, self.spec, self.plan, commits)
+        self._check_rejects(summary["rejected"], summary["rejected"] + summary["documents"], least=1)
+        return summary | {"uri": self.uri}
+
+    def _fill(
+        self, shard: int, rows: list[dict[str, Any]], documents: Iterable[DocumentFeatures]
+    ) -> tuple[dict[str, np.ndarray], list[tuple[str, str, str]]]:
+        used = max(r["start"] + r["length"] for r in rows)
+        buffers = {n: np.zeros((a.rows_to_hold(used), *a.trailing), a.dtype) for n, a in self.layouts.items()}
+        left = {r["document"]: r for r in rows}
+        rejected = []
+        for d in documents:
+            row = left.pop(d.document, None)
+            if row is None:
+                raise StoreError(
+                    f"document {d.document!r} is not planned for shard {shard} or came twice; hand over its plan"
+                )
+            at = slice(row["start"], row["start"] + row["length"])
+            try:
+                check_document(d, row, self.spec)
+                self._place(d, {n: b[at] for n, b in buffers.items()})
+            except Rejected as e:
+                reason, detail = e.args
+                rejected.append((d.document, reason, detail))
+                for b in buffers.values():
+                    b[at] = 0
+            self._seen += 1
+        if left:
+            raise StoreError(
+                f"shard {shard} got {len(rows) - len(left)} of its {len(rows)} planned documents, {next(iter(left))!r} is "
+                "missing; hand over each one, with `error` set where it could not be computed"
+            )
+        self._rejected += len(rejected)
+        self._check_rejects(self._rejected, self._seen, least=3)
+        return buffers, sorted(rejected)
+
+    def _place(self, d: DocumentFeatures, at: dict[str, np.ndarray]) -> None:
+        if not encode(d.hidden_SLD, self.spec.storage_dtype, at["hidden"], at.get("scale")):
+            raise Rejected("not_finite", "a hidden state is NaN or infinite, or overflows the storage dtype")
+        at["token_ids"][:] = d.token_ids_S
+        at["loss_mask"][:] = d.loss_mask_S
+        at["target_logprob"][:] = d.target_logprob_S
+        if self.spec.top_k:
+            at["topk_ids"][:] = d.topk_ids_Sk
+            at["topk_logprobs"][:] = d.topk_logprobs_Sk
+
+    def _put(self, layout: ArrayLayout, shard: int, attempt: str, rows: np.ndarray) -> ObjectRecord:
+        parts, record = encode_shard(layout, rows)
+        self.files.write_parts(cm.attempt_path(shard, attempt, layout.name), parts)
+        return record
+
+    def _check_rejects(self, rejected: int, seen: int, least: int) -> None:
+        # One reject among a writer's first few documents is no trend, hence `least`.
+        if rejected >= least and rejected > self.max_reject_share * seen:
+            raise DataError(
+                f"{rejected} of {seen} documents were rejected, more than max_reject_share = {self.max_reject_share:g} "
+                f"allows; see the rejects of {self.uri} (`python -m features inspect`), mend the cause or raise the share"
+            )
+
+    def _receipt(self, commit: cm.Commit, won: bool) -> dict[str, Any]:
+        gone = {r[0] for r in commit.rejected}
+        stored = [r["length"] for r in self.shard_plan(commit.shard).to_pylist() if r["document"] not in gone]
+        return {
+            "shard": commit.shard,
+            "attempt": commit.attempt,
+            "won": won,
+            "documents": len(stored),
+            "tokens": sum(stored),
+            "rejected": len(gone),
+            "bytes": commit.bytes,
+        }
+
+
+def check_document(d: DocumentFeatures, row: dict[str, Any], spec: FeatureSpec) -> None:
+    """
+    Raises:
+        Rejected: with reason and detail; see `python -m features inspect` for what each reason means.
+    """
+    if d.error is not None:
+        raise Rejected("not_computed", d.error)
+    n = row["length"]
+    fields = {
+        "token_ids": (d.token_ids_S, (n,)),
+        "loss_mask": (d.loss_mask_S, (n,)),
+        "hidden": (d.hidden_SLD, (n, spec.num_taps, spec.hidden_size)),
+        "target_logprob": (d.target_logprob_S, (n,)),
+    }
+    if spec.top_k:
+        fields |= {"topk_ids": (d.topk_ids_Sk, (n, spec.top_k)), "topk_logprobs": (d.topk_logprobs_Sk, (n, spec.top_k))}
+    for name, (value, shape) in fields.items():
+        if value is None:
+            raise Rejected("shape", f"{name} is missing")
+        if tuple(value.shape) != shape:
+            raise Rejected("shape", f"{name} has shape {list(value.shape)}, planned is {list(shape)}")
+    if document_id(d.token_ids_S, d.loss_mask_S) != row["document"]:
+        raise Rejected("tokens_differ", "token ids or loss mask are not those of the planned document")
+    if not d.loss_mask_S.any():
+        raise Rejected("nothing_supervised", "the loss mask is 0 everywhere")
+    if row["prompt_length"] > 0 and d.loss_mask_S.all():
+        raise Rejected(
+            "all_supervised", f"the loss mask is 1 everywhere though {row['prompt_length']} tokens are the prompt"
+        )
+    if not np.isfinite(d.target_logprob_S).all():
+        raise Rejected("not_finite", "a target log-probability is NaN or infinite")
+    if spec.top_k and not np.isfinite(d.topk_logprobs_Sk).all():
+        raise Rejected("not_finite", "a candidate's log-probability is NaN or infinite")
+
+
+def write_manifest(files: Files, spec: FeatureSpec, plan: pa.Table, commits: dict[int, cm.Commit]) -> dict[str, Any]:
+    """Write manifest.json and rejects.parquet from the commits; returns the summary."""
+    rejects = rejects_table(commits)
+    committed = plan.filter(pc.is_in(plan["shard"], pa.array(list(commits), pa.int32())))
+    stored = committed.filter(pc.invert(pc.is_in(committed["document"], rejects["document"].combine_chunks())))
+    reasons = {r["values"]: r["counts"] for r in pc.value_counts(rejects["reason"].combine_chunks()).to_pylist()}
+    summary = {
+        "fingerprint": spec.fingerprint,
+        "complete": len(commits) == num_shards(plan),
+        "shards": num_shards(plan),
+        "missing": num_shards(plan) - len(commits),
+        "documents": len(stored),
+        "tokens": pc.sum(stored["length"]).as_py() or 0,
+        "rejected": len(rejects),
+        "reasons": reasons,
+        "bytes": sum(c.bytes for c in commits.values()),
+    }
+    files.write("rejects.parquet", _parquet(rejects))
+    files.write(
+        cm.MANIFEST, cm.manifest_of(commits, num_shards(plan), **{k: v for k, v in summary.items() if k != "shards"})
+    )
+    return summary
+
+
+def rejects_table(commits: dict[int, cm.Commit]) -> pa.Table:
+    """document, reason, detail of every rejected document."""
+    rows = [dict(zip(REJECTS_SCHEMA.names, r, strict=True)) for c in commits.values() for r in c.rejected]
+    return pa.Table.from_pylist(rows, schema=REJECTS_SCHEMA)
+
+
+def _parquet(table: pa.Table) -> bytes:
+    sink = io.BytesIO()
+    pq.write_table(table, sink, compression="zstd")
+    return sink.getvalue()

@@ -1,0 +1,95 @@
+"""What is written comes back, through our reader and through plain zarr."""
+
+import multiprocessing
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from store_kit import Corpus, features_of
+
+from features.reader import FeatureStore
+from features.writer import create_store
+from infra.errors import SpecMismatch, StoreError
+
+
+@pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3", "fp32"])
+@pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.parametrize("verify", ["first_touch", "always", "never"])
+def test_documents_come_back(tmp_path, storage, top_k, verify):
+    corpus = Corpus(storage_dtype=storage, top_k=top_k, shard_tokens=120)
+    writer = corpus.build(tmp_path)
+    store = FeatureStore.open(writer.uri, corpus.spec, verify=verify)
+    assert store.complete and len(store) == 24
+    for _ in range(2):
+        corpus.check(store)
+    for document in store.documents["document"].to_pylist()[:6]:
+        corpus.check_document(store, document, 1, 5)
+
+
+def test_opens_in_plain_zarr(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    corpus = Corpus(top_k=4)
+    writer = corpus.build(tmp_path)
+    group = zarr.open(writer.uri, mode="r")
+    hidden = group["hidden"]
+    assert hidden.attrs["logical_dtype"] == "bfloat16" and hidden.attrs["tap_layer_ids"] == [1, 2, 3]
+    assert hidden.shape == (writer.num_shards * 128, 3, 16)
+    for row in writer.plan.to_pylist():
+        want = features_of(corpus.rows[row["document"]], corpus.spec)
+        a = row["shard"] * 128 + row["start"]
+        bits = hidden[a : a + row["length"]]
+        assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), want.hidden_SLD.bfloat16())
+        for name, value in {"token_ids": want.token_ids_S, "target_logprob": want.target_logprob_S}.items():
+            np.testing.assert_array_equal(group[name][a : a + row["length"]], value)
+
+
+def test_taps_are_layer_ids(tmp_path):
+    corpus = Corpus(n=4)
+    store = FeatureStore.open(corpus.build(tmp_path).uri)
+    whole = store.read(0).hidden_SLD
+    assert torch.equal(store.read(0, taps=(3, 1)).hidden_SLD, whole[:, [2, 0]])
+    with pytest.raises(StoreError, match="tap 9 is not stored .* 1, 2, 3"):
+        store.read(0, taps=(9,))
+
+
+def test_another_spec_is_named(tmp_path):
+    corpus = Corpus(n=4)
+    uri = corpus.build(tmp_path).uri
+    other = corpus.spec.model_copy(update={"hidden_size": 17, "weights_digest": "x"})
+    with pytest.raises(SpecMismatch, match="weights_digest is 'w.*' there and 'x' here; hidden_size is 16 there and 17 here"):
+        FeatureStore.open(uri, other)
+    with pytest.raises(SpecMismatch, match="corpus"):
+        create_store(str(tmp_path), corpus.spec, Corpus(n=5).plan)
+
+
+def test_wrong_reads_are_explained(tmp_path):
+    corpus = Corpus(n=4)
+    store = FeatureStore.open(corpus.build(tmp_path).uri)
+    with pytest.raises(StoreError, match="rows 0 to 99999 are outside"):
+        store.read(0, 0, 99999)
+    with pytest.raises(StoreError, match="document 'nope' is not in"):
+        store.read("nope")
+    with pytest.raises(StoreError, match="row 4 is outside the 4 documents"):
+        store.read(4)
+    with pytest.raises(StoreError, match="no feature store"):
+        FeatureStore.open(str(tmp_path))
+
+
+def _digest_in_worker(store, queue):
+    queue.put([store.read(i).hidden_SLD.float().sum().item() for i in range(len(store))])
+
+
+@pytest.mark.spawn
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_forked_and_spawned_workers(tmp_path, method):
+    corpus = Corpus(n=6)
+    store = FeatureStore.open(corpus.build(tmp_path).uri)
+    here = [store.read(i).hidden_SLD.float().sum().item() for i in range(len(store))]
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    process = context.Process(target=_digest_in_worker, args=(store, queue))
+    process.start()
+    assert queue.get(timeout=60) == here
+    process.join()
+    assert len(pickle.dumps(store)) < 100_000
