@@ -53,8 +53,8 @@ class LossConfig(Config):
     """of `decay`, w_k = exp(−(k−1)/γ); None: the paper's 7, 5, 4 for blocks of 16, 10, 8, between by line"""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """smoothing of `dpace` and `acceptance`"""
-    chunk_blocks: int = Field(default=128, ge=1)
-    """blocks whose logits exist at once: 128 blocks of 16 × 151,936 in bf16 are 622 MB"""
+    chunk_rows: int | None = Field(default=None, ge=1)
+    """rows of logits that exist at once; None: as many as fit 64 MB on a CPU and 1 GB on a GPU"""
 
     def resolved_gamma(self, block_size: int) -> float:
         if self.gamma is not None:
@@ -151,7 +151,7 @@ HARMLESS = (
     "name",
     "data.store",  # the fingerprint is compared instead
     "data.prefetch",
-    "loss.chunk_blocks",
+    "loss.chunk_rows",
     "engine.zero_stage",
     "train.log_every",
     "train.eval_every",

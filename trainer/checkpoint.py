@@ -1,0 +1,118 @@
+"""Training checkpoints: written aside and renamed, `latest` last, resumable on any number of ranks.
+
+    <run>/checkpoints/step-00000200/    DeepSpeed's files and meta.json
+    <run>/checkpoints/latest            name of the newest complete one
+
+DeepSpeed shards the optimiser over the ranks of the run that saved. Another number of ranks (or another ZeRO stage) reads
+the same checkpoint through DeepSpeed's universal format, which is made from it once, beside it, by rank 0.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from infra.errors import CheckpointError
+from infra.provenance import write_json
+from trainer.engine import World
+
+
+def latest(run_folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run.
+
+    Raises:
+        CheckpointError: `latest` names a folder that is gone.
+    """
+    pointer = run_folder / "checkpoints" / "latest"
+    if not pointer.is_file():
+        return None
+    folder = pointer.parent / pointer.read_text().strip()
+    if not (folder / "meta.json").is_file():
+        raise CheckpointError(
+            f"{pointer} names {folder.name!r}, which is not complete; write the name of another checkpoint of that "
+            "folder into it, or delete it to begin anew"
+        )
+    return folder
+
+
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / "meta.json").read_text())
+
+
+def save(engine: Any, run_folder: Path, meta: dict[str, Any], world: World, keep: int) -> Path:
+    """Save the engine's state; every rank calls it. Until the last line the previous checkpoint is the latest.
+
+    Args:
+        meta: `step`, `samples_seen`, ...; world size and ZeRO stage are added.
+        keep: newest checkpoints that stay.
+    """
+    root = run_folder / "checkpoints"
+    name = f"step-{meta['step']:08d}"
+    aside = root / f".{name}.part"
+    if world.is_main:
+        root.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+    world.barrier()
+    engine.save_checkpoint(str(aside), tag="state", save_latest=False, exclude_frozen_parameters=True)
+    world.barrier()
+    if world.is_main:
+        write_json(aside / "meta.json", meta | {"world_size": world.size, "zero_stage": engine.zero_optimization_stage()})
+        shutil.rmtree(root / name, ignore_errors=True)
+        aside.rename(root / name)
+        _write_pointer(root / "latest", name)
+        _forget(root, keep)
+    world.barrier()
+    return root / name
+
+
+def load(engine: Any, checkpoint: Path, world: World) -> dict[str, Any]:
+    """Put the checkpoint's state into `engine`, whatever number of ranks saved it; returns its meta.
+
+    Raises:
+        CheckpointError: DeepSpeed finds nothing to load, or cannot convert.
+    """
+    meta = read_meta(checkpoint)
+    if needs_universal(engine.zero_optimization_stage(), meta, world.size):
+        universal = checkpoint / "universal"
+        if world.is_main and not (universal / "done").is_file():
+            _convert(checkpoint, universal)
+        world.barrier()
+        loaded, _ = engine.load_checkpoint(str(checkpoint), tag="universal", load_module_strict=False)
+    else:
+        loaded, _ = engine.load_checkpoint(str(checkpoint), tag="state", load_module_strict=False)
+    if loaded is None:
+        raise CheckpointError(f"checkpoint {checkpoint} could not be loaded; delete it to go on from the one before")
+    return meta
+
+
+def needs_universal(zero_stage: int, meta: dict[str, Any], world_size: int) -> bool:
+    """Whether the optimiser's shards of the checkpoint are laid out for other ranks or another stage."""
+    return (meta["world_size"], meta["zero_stage"]) != (world_size, zero_stage) and max(meta["zero_stage"], zero_stage) > 0
+
+
+def _convert(checkpoint: Path, universal: Path) -> None:
+    shutil.rmtree(universal, ignore_errors=True)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(checkpoint / "state"), "--output_folder", str(universal)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        raise CheckpointError(f"checkpoint {checkpoint} could not be converted for another number of ranks ({last})")
+    (universal / "done").write_text("")
+
+
+def _write_pointer(path: Path, name: str) -> None:
+    aside = path.with_name(".latest.tmp")
+    aside.write_text(name + "\n")
+    aside.replace(path)
+
+
+def _forget(root: Path, keep: int) -> None:
+    for old in sorted(root.glob("step-*"))[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    for part in root.glob(".*.part"):
+        shutil.rmtree(part, ignore_errors=True)
+
+

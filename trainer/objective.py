@@ -1,0 +1,69 @@
+"""From a batch of blocks to the loss that every rank back-propagates.
+
+Legend: A blocks, K block size, S context tokens, L taps, D hidden size, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from features.stream import AnchorBatch
+from features.target import FrozenHead
+from kernels import weighting
+from kernels.decay_ce import BlockLoss, weighted_cross_entropy
+from trainer.config import LossConfig
+from trainer.drafter.config import DrafterConfig
+
+
+class Objective:
+    """Σ w·CE / Σ w, the sums over the whole global batch: all ranks, all micro-batches of an optimiser step.
+
+    The denominator is a function of the supervision masks alone, which every rank knows for the whole step
+    (`AnchorBatch.step_supervised_K`), so it needs no collective and is known before the first backward. For weights that
+    depend on the drafter (D-PACE, expected acceptance) it is the number of supervised blocks: their loss is a sum
+    over the block by nature.
+    """
+
+    def __init__(self, cfg: LossConfig, drafter: DrafterConfig):
+        self.cfg, self.drafter = cfg, drafter
+        self.gamma = cfg.resolved_gamma(drafter.block_size)
+        match cfg.weighting:
+            case "decay":
+                self.weighting = weighting.decay(self.gamma)
+                self.slot_weight_K = weighting.decay_K(self.gamma, drafter.block_size).double()
+            case "uniform":
+                self.weighting = weighting.uniform()
+                self.slot_weight_K = torch.ones(drafter.block_size, dtype=torch.float64)
+            case "dpace":
+                self.weighting, self.slot_weight_K = weighting.dpace(cfg.alpha), None
+            case "acceptance":
+                self.weighting, self.slot_weight_K = weighting.acceptance(cfg.alpha), None
+
+    def denominator(self, batch: AnchorBatch) -> float:
+        """Of the whole optimiser step that the batch belongs to; at least 1e-9, so that nothing supervised gives loss 0."""
+        if self.slot_weight_K is None:
+            return max(float(batch.step_blocks), 1e-9)
+        return max(float((self.slot_weight_K * batch.step_supervised_K.cpu().double()).sum()), 1e-9)
+
+    def __call__(self, model: nn.Module, batch: AnchorBatch, head: FrozenHead) -> BlockLoss:
+        """Forward pass of one micro-batch; `numerator` is to be divided by `denominator(batch)`."""
+        hidden_AKD = forward(model, self.drafter, batch, head)
+        return weighted_cross_entropy(
+            hidden_AKD, head.head_VD, batch.labels_AK, batch.supervised_AK, self.weighting, chunk_rows=self.cfg.chunk_rows
+        )
+
+
+def forward(model: nn.Module, cfg: DrafterConfig, batch: AnchorBatch, head: FrozenHead) -> Tensor:
+    """The drafter's output hidden_AKD for all blocks of a batch; `model` is the drafter or an engine around it."""
+    drafter = getattr(model, "module", model)
+    tokens = batch.labels_AK[:, 0] if cfg.drafting == "block" else batch.labels_AK
+    context = nn.functional.embedding(batch.token_ids_S, head.embedding_VD) if cfg.needs_context_embeds else None
+    return model(
+        batch.hidden_SLD,
+        batch.positions_S,
+        drafter.block_inputs(tokens, head.embedding_VD),
+        batch.context_start_A,
+        batch.context_end_A,
+        batch.anchor_position_A,
+        batch.anchor_valid_A,
+        context_embeds_SD=context,
+    )
