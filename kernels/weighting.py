@@ -2,8 +2,8 @@
 
 Legend: A blocks, K block size (slot 0 is the anchor and never supervised).
 
-A weighting is a function `(label_prob_AK, mask_AK) -> weight_AK`, fp32, detached: label_prob is q_k = q(token at p + k),
-mask says which slots are supervised, and weights outside the mask are zero. Any such function works with
+A weighting is a function `(label_prob_AK, mask_AK) -> weight_AK`, fp32, detached: label_prob is q_k = q(token at
+p + k), mask says which slots are supervised, and weights outside the mask are zero. Any such function works with
 `kernels.decay_ce.weighted_cross_entropy`; it sees whole blocks.
 """
 
@@ -41,8 +41,8 @@ def acceptance(alpha: float = 0.0) -> Weighting:
     """Gradient of the expected number of accepted drafts: w_k = sum_{m>=k} C_m with C_m = prod_{i<=m} q_i.
 
     d(sum_m C_m) / d(log q_k) = w_k, so the cross-entropy with these detached weights has exactly the gradient of
-    -E[accepted drafts] for a drafter that samples (derivation: facts of arXiv 2605.18810 with alpha = 0).
-    `alpha` smooths q to (1 - alpha) q + alpha inside the weights, so that one hard slot does not silence all later ones.
+    -E[accepted drafts] for a drafter that samples its drafts independently. `alpha` smooths q to (1 - alpha) q + alpha
+    inside the weights, so that one hard slot does not silence all later ones.
     Unsupervised slots count as q = 1 in the products and as 0 in the sums.
     """
     if not 0 <= alpha <= 1:

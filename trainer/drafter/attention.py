@@ -12,8 +12,8 @@ block 0 sees context rows 0..4, block 1 rows 0..5, neither sees the other's slot
 
 Four executions of that one rule:
 
-- `dense`   the definition: SDPA with an [A*K, S + A*K] boolean mask, any dtype. At S 3072, A 512, K 16 the mask alone is
-            92 MB and 73 % of it is False.
+- `dense`   the definition: SDPA with an [A*K, S + A*K] boolean mask, any dtype. At S 3072, A 512, K 16 the mask alone
+            is 92 MB and 86 % of it is False.
 - `cpu`     exact without the mask: the context part and the block part are computed apart and merged by log-sum-exp.
             The backward of a softmax over the union needs only the merged output and log-sum-exp, so each part's
             backward kernel gets those and the gradients add up exactly (the argument of ring attention).
@@ -177,7 +177,7 @@ def _unrows(x_GNE: Tensor, A: int, K: int, H: int) -> Tensor:
 
 
 def _bias(ends_c: Tensor, lo: int, hi: int, K: int, R: int, window: int | None, dtype: torch.dtype):
-    """Additive mask [c*K*R, hi - lo] for context rows lo..hi-1, and which rows see none of them (None: all see some)."""
+    """Additive mask [c*K*R, hi - lo] for context rows lo..hi-1, and the rows that see none of them (None: no such)."""
     row = torch.arange(lo, hi, device=ends_c.device)
     if window is None:
         hidden = (row >= ends_c[:, None]).repeat_interleave(K * R, 0)

@@ -88,7 +88,7 @@ class DrafterConfig(Config):
             raise ValueError(f"head_dim {self.head_dim} is odd; RoPE needs an even one")
         if len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers; give one per layer"
+                f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers; give one each"
             )
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has sliding_attention but sliding_window is missing; give it in tokens")

@@ -3,10 +3,7 @@
 Legend: D hidden size, L taps, E head dim.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
 
 from trainer.drafter.model import Drafter
 

@@ -281,7 +281,7 @@ class Drafter(nn.Module):
         return tokens[:, 1:]
 
     def _next_hidden(self, inputs, new_hidden, cache, start, embeds) -> Tensor:
-        """Hidden state [B, D] that predicts the token behind the last input; a spare slot receives it (see _outputs)."""
+        """Hidden state [B, D] that predicts the token behind the last input: `_outputs` shifts it to a spare slot."""
         spare = torch.cat([inputs, torch.zeros_like(inputs[:, :1])], dim=1)
         return self.decode(spare, new_hidden, cache, start, new_embeds_SD=embeds)[:, -1]
 
