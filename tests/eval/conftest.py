@@ -2,9 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from eval.decode import DecodeSettings, plain_decode
 from features.target import load_target
 from features.target_config import load_target_config
+from trainer.drafter.config import DrafterConfig
+from trainer.drafter.init import init_random
+from trainer.drafter.model import Drafter
 
 
 @pytest.fixture(scope="session")
@@ -36,3 +41,72 @@ class Scripted:
 @pytest.fixture
 def scripted(tiny):
     return lambda rule, block_size=8: Scripted(rule, tiny.vocab_size, block_size)
+
+
+PROMPTS = [list(f"{i}. Once upon {i * 37} times".encode()) for i in range(12)]
+
+
+@pytest.fixture(scope="session")
+def make_drafter(tiny):
+    def make(seed=0, **fields):
+        fields = {"block_size": 8, "num_hidden_layers": 2, **fields}
+        drafter = Drafter(
+            DrafterConfig(
+                vocab_size=tiny.vocab_size,
+                hidden_size=tiny.hidden_size,
+                intermediate_size=128,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                rope_theta=1e4,
+                max_position_embeddings=1024,
+                mask_token_id=tiny.config.mask_token_id,
+                target_layer_ids=tiny.config.tap_layer_ids,
+                num_target_layers=tiny.num_layers,
+                **fields,
+            )
+        )
+        init_random(drafter, seed)
+        return drafter.eval()
+
+    return make
+
+
+def _train(drafter, target, texts, steps):
+    """Plain cross-entropy on every block of the texts: enough to be right now and then."""
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-3)
+    head = target.frozen_head()
+    K = drafter.config.block_size
+    for step in range(steps):
+        text = texts[step % len(texts)]
+        ids = torch.tensor(text.text_ids)
+        anchors = torch.arange(len(text.prompt_ids), len(ids) - K)
+        labels = ids[anchors[:, None] + torch.arange(K)]
+        hidden = target.forward(ids[None], logits="none").hidden_BSLD[0].clone()
+        embeds = F.embedding(ids, head.embedding_VD) if drafter.config.needs_context_embeds else None
+        out = drafter(
+            hidden, torch.arange(len(ids)), drafter.block_inputs(labels, head.embedding_VD),
+            torch.zeros_like(anchors), anchors, anchors, context_embeds_SD=embeds,
+        )  # fmt: skip
+        loss = F.cross_entropy((out[:, 1:] @ head.head_VD.T.clone()).flatten(0, 1), labels[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter
+
+
+@pytest.fixture(scope="session")
+def train(tiny):
+    return lambda drafter, texts, steps: _train(drafter, tiny, texts, steps)
+
+
+@pytest.fixture(scope="session")
+def long_texts(tiny):
+    traces = plain_decode(tiny, PROMPTS, DecodeSettings(max_new_tokens=60, batch_size=12))
+    return [t for t in traces if len(t.answer_ids) > 20]
+
+
+@pytest.fixture(scope="session")
+def drafter(tiny, make_drafter, long_texts):
+    """Half-trained on half of the prompts: accepted lengths of every kind."""
+    return _train(make_drafter(), tiny, long_texts[: len(long_texts) // 2], 60)
