@@ -150,16 +150,16 @@ class RayConfig(Config):
     address: str = "local"
     """"local" starts Ray for this run alone; "auto", "host:6379" or "ray://host:10001" joins a cluster. The
     environment variable RAY_ADDRESS wins over "local"."""
-    actors: int = Field(default=1, ge=1)
-    """actors, each of which holds the target once"""
+    actors: int | None = Field(default=None, ge=1)
+    """actors, each of which holds the target once; None: all GPUs, or without GPUs one per CPU, at most four"""
     num_cpus: int | None = Field(default=None, ge=1)
     """CPUs of a local Ray; None: all"""
     cpus_per_actor: float | None = Field(default=None, ge=0)
-    """None: an equal share of the machine's"""
+    """None: an equal share of all CPUs; also each actor's torch threads"""
     gpus_per_actor: float = Field(default=0, ge=0)
     """0: CPU; 0.5: two actors share a GPU; 4: the target is spread over four"""
     max_failures: int = Field(default=3, ge=0)
-    """deaths of actors in a row, without progress between them, after which the job ends"""
+    """times that Ray restarts an actor, and repeats its task, before the job ends"""
 
 
 class FeaturesConfig(Config):
