@@ -1,6 +1,7 @@
 """`python -m trainer --stage sft --model qwen3-8b [--nproc 8] [key=value ...]`: check everything, then launch the ranks."""
 
 import argparse
+import logging
 import os
 import sys
 import tempfile
@@ -29,7 +30,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def launch(argv: list[str]) -> None:
+def launch(argv: list[str]) -> int:
     args = parse(argv)
     if args.stage in LATER:
         raise ConfigError(f"STAGE={args.stage} ({LATER[args.stage]}) is not built yet; the stage that exists is sft")
@@ -47,11 +48,26 @@ def launch(argv: list[str]) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="flashdraft-", delete=False) as f:
         path = f.name
     save_toml(cfg, path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command += ["-m", STAGES[args.stage], path, *(["--allow-changed"] if args.allow_changed else [])]
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    os.environ["FLASHDRAFT_COMMAND"] = "python -m trainer " + " ".join(argv)
-    os.execv(sys.executable, command)
+    worker = ["-m", STAGES[args.stage], path, *(["--allow-changed"] if args.allow_changed else [])]
+    return torchrun(["--standalone", f"--nproc_per_node={nproc}", "--shutdown_timeout=600", *worker])
+
+
+def torchrun(args: list[str]) -> int:
+    """What the command `torchrun` does, without its report when a rank fails: that rank has said why."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
+    try:
+        run.run(run.parse_args(args))
+    except ChildFailedError as e:
+        codes = [f.exitcode for f in e.failures.values()]
+        return next((c for c in codes if c > 0), 1)
+    except SignalException:
+        return 0  # the ranks have finished their step, saved and ended
+    return 0
 
 
 def _nproc(text: str) -> int:

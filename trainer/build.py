@@ -4,15 +4,15 @@ import json
 from pathlib import Path
 
 import torch
+from features.reader import FeatureStore
 
-from features.store import FeatureStore
 from features.target_config import TargetConfig
 from features.target_source import target_folder
 from infra.errors import SpecMismatch, StoreError
 from trainer.config import SftConfig
 from trainer.drafter.checkpoint import load_drafter
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.init import init_from_target, init_random
+from trainer.drafter.init import init_random
 from trainer.drafter.model import Drafter
 
 STORES = Path("store")
@@ -91,5 +91,7 @@ def build_drafter(cfg: SftConfig, target: TargetConfig, store: FeatureStore, see
     drafter = Drafter(config)
     init_random(drafter, seed)
     if cfg.drafter.init == "target":
+        from trainer.drafter.init import init_from_target
+
         init_from_target(drafter, target)
     return drafter

@@ -58,7 +58,9 @@ def save(engine: Any, run_folder: Path, meta: dict[str, Any], world: World, keep
     engine.save_checkpoint(str(aside), tag="state", save_latest=False, exclude_frozen_parameters=True)
     world.barrier()
     if world.is_main:
-        write_json(aside / "meta.json", meta | {"world_size": world.size, "zero_stage": engine.zero_optimization_stage()})
+        write_json(
+            aside / "meta.json", meta | {"world_size": world.size, "zero_stage": engine.zero_optimization_stage()}
+        )
         shutil.rmtree(root / name, ignore_errors=True)
         aside.rename(root / name)
         _write_pointer(root / "latest", name)
@@ -74,7 +76,7 @@ def load(engine: Any, checkpoint: Path, world: World) -> dict[str, Any]:
         CheckpointError: DeepSpeed finds nothing to load, or cannot convert.
     """
     meta = read_meta(checkpoint)
-    if needs_universal(engine.zero_optimization_stage(), meta, world.size):
+    if needs_universal(checkpoint, engine.zero_optimization_stage(), world.size):
         universal = checkpoint / "universal"
         if world.is_main and not (universal / "done").is_file():
             _convert(checkpoint, universal)
@@ -87,9 +89,13 @@ def load(engine: Any, checkpoint: Path, world: World) -> dict[str, Any]:
     return meta
 
 
-def needs_universal(zero_stage: int, meta: dict[str, Any], world_size: int) -> bool:
+def needs_universal(checkpoint: Path | None, zero_stage: int, world_size: int) -> bool:
     """Whether the optimiser's shards of the checkpoint are laid out for other ranks or another stage."""
-    return (meta["world_size"], meta["zero_stage"]) != (world_size, zero_stage) and max(meta["zero_stage"], zero_stage) > 0
+    if checkpoint is None:
+        return False
+    meta = read_meta(checkpoint)
+    saved = (meta["world_size"], meta["zero_stage"])
+    return saved != (world_size, zero_stage) and max(meta["zero_stage"], zero_stage) > 0
 
 
 def _convert(checkpoint: Path, universal: Path) -> None:
@@ -114,5 +120,3 @@ def _forget(root: Path, keep: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
     for part in root.glob(".*.part"):
         shutil.rmtree(part, ignore_errors=True)
-
-

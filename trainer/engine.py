@@ -6,6 +6,7 @@ import datetime
 import logging
 import os
 import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,12 +44,14 @@ class World:
 
 def init_world(timeout_s: float = 1800.0) -> World:
     """Join the process group that torchrun, Slurm or Ray Train has described in the environment; alone without one."""
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # said instead of guessed with a warning
     import deepspeed
 
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ["MASTER_PORT"] = str(_free_port())
-    cuda = torch.cuda.is_available()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if cuda:
         torch.cuda.set_device(local_rank)
@@ -57,7 +60,10 @@ def init_world(timeout_s: float = 1800.0) -> World:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.init_distributed(
-        "nccl" if cuda else "gloo", verbose=False, timeout=datetime.timedelta(seconds=timeout_s), auto_mpi_discovery=False
+        "nccl" if cuda else "gloo",
+        verbose=False,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        auto_mpi_discovery=False,
     )
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     return World(torch.distributed.get_rank(), torch.distributed.get_world_size(), device)
@@ -78,8 +84,12 @@ def accumulation_steps(cfg: SftConfig, world_size: int) -> int:
     return cfg.data.global_batch // per_pass
 
 
-def deepspeed_config(cfg: SftConfig, world_size: int) -> dict[str, Any]:
-    """The JSON that DeepSpeed gets; saved with the run. No "auto" values."""
+def deepspeed_config(cfg: SftConfig, world_size: int, *, load_universal: bool = False) -> dict[str, Any]:
+    """The JSON that DeepSpeed gets; saved with the run. No "auto" values.
+
+    Args:
+        load_universal: the checkpoint to be loaded was saved by another number of ranks or another ZeRO stage.
+    """
     return {
         "train_micro_batch_size_per_gpu": cfg.data.documents_per_micro_batch,
         "gradient_accumulation_steps": accumulation_steps(cfg, world_size),
@@ -89,6 +99,7 @@ def deepspeed_config(cfg: SftConfig, world_size: int) -> dict[str, Any]:
         "zero_optimization": {"stage": cfg.engine.zero_stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": load_universal},
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
@@ -104,7 +115,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [g for g in groups if g["params"]]
 
 
-def build_engine(model: nn.Module, cfg: SftConfig, world: World) -> Any:
+def build_engine(model: nn.Module, cfg: SftConfig, world: World, *, load_universal: bool = False) -> Any:
     """A DeepSpeed engine around `model` (the drafter alone: embedding and head are outside and never saved)."""
     import deepspeed
 
@@ -113,7 +124,8 @@ def build_engine(model: nn.Module, cfg: SftConfig, world: World) -> Any:
         groups, lr=cfg.optim.lr, betas=cfg.optim.betas, eps=cfg.optim.eps, fused=world.device.type == "cuda"
     )
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=deepspeed_config(cfg, world.size))
+        config = deepspeed_config(cfg, world.size, load_universal=load_universal)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if hasattr(engine.optimizer, "check_grad_overflow"):
         engine.optimizer.check_grad_overflow = True  # in fp32 too: a non-finite gradient skips the step on every rank
     return engine
@@ -122,6 +134,32 @@ def build_engine(model: nn.Module, cfg: SftConfig, world: World) -> Any:
 def set_lr(engine: Any, lr: float) -> None:
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
+
+
+def gradient_norm(engine: Any) -> float:
+    """Global norm before clipping of the latest step; NaN where DeepSpeed has none."""
+    norm = engine.get_global_grad_norm()
+    return float("nan") if norm is None else float(norm)
+
+
+@contextlib.contextmanager
+def whole_parameters(engine: Any) -> Iterator[nn.Module]:
+    """The module with all its parameters on every rank (ZeRO-3 gathers them for the time of the block)."""
+    if engine.zero_optimization_stage() < 3:
+        yield engine.module
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        yield engine.module
+
+
+def save_module(engine: Any, world: World, save: Callable[[nn.Module], Any]) -> None:
+    """`save(module)` on rank 0; every rank calls it."""
+    with whole_parameters(engine) as module:
+        if world.is_main:
+            save(module)
+    world.barrier()
 
 
 def _free_port() -> int:

@@ -48,7 +48,12 @@ class Objective:
         """Forward pass of one micro-batch; `numerator` is to be divided by `denominator(batch)`."""
         hidden_AKD = forward(model, self.drafter, batch, head)
         return weighted_cross_entropy(
-            hidden_AKD, head.head_VD, batch.labels_AK, batch.supervised_AK, self.weighting, chunk_rows=self.cfg.chunk_rows
+            hidden_AKD,
+            head.head_VD,
+            batch.labels_AK,
+            batch.supervised_AK,
+            self.weighting,
+            chunk_rows=self.cfg.chunk_rows,
         )
 
 

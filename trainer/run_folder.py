@@ -1,6 +1,6 @@
 """`runs/<name>/`: the resolved configuration, the steps' record, checkpoints and the drafter.
 
-    config.toml  provenance.json  deepspeed.json  metrics.jsonl  checkpoints/  drafter-init/  drafter/  mlflow.json
+config.toml  provenance.json  deepspeed.json  metrics.jsonl  checkpoints/  drafter-init/  drafter/  mlflow.json
 """
 
 import json

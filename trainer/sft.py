@@ -4,6 +4,7 @@ Legend: A blocks, K block size.
 """
 
 import argparse
+import json
 import math
 import sys
 import time
@@ -11,22 +12,30 @@ from pathlib import Path
 
 import torch
 
-from eval.replay import replay_store
-from features.store import FeatureStore
+from features.reader import FeatureStore
 from features.stream import AnchorStream, StreamConfig
-from features.target import FrozenHead, load_frozen_head
-from features.target_config import TargetConfig, load_target_config
+from features.target import load_frozen_head
+from features.target_config import load_target_config
 from infra.cli import main
 from infra.config import load_config, to_toml
-from infra.errors import TrainingError
+from infra.errors import FlashdraftError, TrainingError
 from infra.progress import Progress
 from infra.tracking import track
 from trainer import checkpoint
 from trainer.build import build_drafter, check_store, find_store
 from trainer.config import SftConfig
 from trainer.drafter.checkpoint import save_drafter
-from trainer.drafter.model import Drafter
-from trainer.engine import World, accumulation_steps, build_engine, deepspeed_config, init_world, set_lr
+from trainer.engine import (
+    World,
+    accumulation_steps,
+    build_engine,
+    deepspeed_config,
+    gradient_norm,
+    init_world,
+    save_module,
+    set_lr,
+)
+from trainer.heldout import heldout_rows, replay_heldout
 from trainer.meter import Meter
 from trainer.objective import Objective
 from trainer.run_folder import RunFolder
@@ -53,16 +62,20 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
         run.begin(cfg, deepspeed_config(cfg, world.size), store_fingerprint=store.spec.fingerprint)
         if not (run.path / "drafter-init" / "config.json").is_file():
             save_drafter(drafter, run.path / "drafter-init")
-    engine = build_engine(drafter, cfg, world)
+    found = checkpoint.latest(run.path)
+    universal = checkpoint.needs_universal(found, cfg.engine.zero_stage, world.size)
+    engine = build_engine(drafter, cfg, world, load_universal=universal)
     objective = Objective(cfg.loss, drafter.config)
 
     # --- resume
-    step, best_tau, samples_seen = 0, -math.inf, 0
-    found = checkpoint.latest(run.path)
+    step, best_tau = 0, -math.inf
     if found is not None:
         meta = checkpoint.load(engine, found, world)
-        step, best_tau, samples_seen = meta["step"], meta["best_tau"], meta["samples_seen"]
-    stream = AnchorStream(store, stream_config(cfg, drafter), world.rank, world.size, samples_seen=samples_seen)
+        step, best_tau = meta["step"], meta["best_tau"]
+    stream = AnchorStream(
+        store, stream_config(cfg, drafter.config.block_size), world.rank, world.size,
+        samples_seen=step * cfg.data.global_batch,
+    )  # fmt: skip
     total = cfg.train.steps or max(round(cfg.train.epochs * stream.steps_per_epoch), 1)
     if world.is_main:
         run.truncate_metrics(step)
@@ -71,15 +84,17 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
         return run.path / "drafter"
 
     # --- loop
-    stop, meter, skipped_in_row, tau, last_saved = StopRequest(), Meter(drafter.config.block_size), 0, best_tau, step
-    heldout = _heldout(store, cfg.train.eval_documents)
+    stop, meter, skipped_in_row, tau = StopRequest(), Meter(drafter.config.block_size), 0, best_tau
+    heldout = heldout_rows(store, cfg.train.eval_documents)
     tracked = track(
         cfg.run_name, "sft", folder=run.path, config_toml=to_toml(cfg), resume=step > 0, enabled=world.is_main,
         tags={"target": target_cfg.name, "store": store.spec.fingerprint12},
     )  # fmt: skip
     with tracked as tracker, Progress(total, "sft", "steps", start=step, enabled=world.is_main) as progress:
-        tracker.dataset(target_cfg.name, store.spec.fingerprint, str(store.uri), {"documents": store.documents.num_rows})
-        batches = iter(stream)
+        tracker.dataset(
+            target_cfg.name, store.spec.fingerprint, str(store.uri), {"documents": store.documents.num_rows}
+        )
+        batches, loop_began = iter(stream), time.monotonic()
         while step < total:
             lr = cfg.optim.lr_at(step, total)
             set_lr(engine, lr)
@@ -92,7 +107,7 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
                 engine.backward(terms.numerator * (accumulation * world.size / denominator))
                 engine.step()
                 meter.add(terms, batch)
-                numerator += float(terms.numerator) / denominator
+                numerator += float(terms.numerator.detach()) / denominator
                 tokens += int((batch.document_S >= 0).sum())
                 documents += batch.documents
             loss, tokens, stopping = world.sum(torch.tensor([numerator, tokens, float(stop.requested)])).tolist()
@@ -109,12 +124,14 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
             else:
                 skipped_in_row = 0
             step += 1
-            samples_seen = stream.samples_seen_at(step) if hasattr(stream, "samples_seen_at") else step * cfg.data.global_batch
-            record = {"step": step - 1, "loss": loss, "lr": lr, "grad_norm": _norm(engine), "tokens_per_s": tokens / seconds}
+            record = {"step": step - 1, "loss": loss, "lr": lr, "grad_norm": gradient_norm(engine)}
+            record["tokens_per_s"] = tokens / seconds
 
             # --- log, evaluate, save
             if step % cfg.train.log_every == 0 or step == total:
-                summary = meter.reduce(world) | {"data_wait_share": stream.data_wait_share()}
+                summary = meter.reduce(world) | {
+                    "data_wait_share": stream.data_wait_s / (time.monotonic() - loop_began)
+                }
                 record |= summary
                 tracker.metrics({f"train/{k}": v for k, v in record.items() if k != "step"}, step)
             if heldout and (step % cfg.train.eval_every == 0 or step == total):
@@ -123,23 +140,71 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
                 tracker.metrics({"heldout/replay_tau_pooled": tau}, step)
             if world.is_main:
                 run.append(record)
-            progress.update(loss=loss, acc1=meter.last.get("accuracy_1", math.nan), tau=tau, tokens_per_s=record["tokens_per_s"])
+            shown = {"loss": loss, "acc1": meter.last.get("accuracy_1"), "τ": tau if tau > -math.inf else None}
+            progress.update(**{k: v for k, v in shown.items() if v is not None}, tokens_per_s=record["tokens_per_s"])
             if heldout and "heldout_tau" in record and tau > best_tau:
                 best_tau = tau
-                _save_drafter(engine, run.path / "drafter", world)
+                save_module(engine, world, lambda module: save_drafter(module, run.path / "drafter"))
             if step % cfg.train.save_every == 0 or step == total or stopping:
-                state = {"step": step, "samples_seen": samples_seen, "best_tau": best_tau}
+                state = {"step": step, "samples_seen": step * cfg.data.global_batch, "best_tau": best_tau}
                 checkpoint.save(engine, run.path, state, world, cfg.train.keep)
-                last_saved = step
             if stopping:
                 if world.is_main:
                     print(f"stopped at step {step} of {total}, saved; the same command goes on", file=sys.stderr)
                 break
-        assert last_saved == step
         if not heldout:
-            _save_drafter(engine, run.path / "drafter", world)
+            save_module(engine, world, lambda module: save_drafter(module, run.path / "drafter"))
         if best_tau > -math.inf:
             tracker.metrics({"heldout_replay_tau": best_tau}, on_parent=True)
     if world.is_main and step >= total:
         print(f"drafter in {run.path / 'drafter'}" + (f", held-out replay τ {best_tau:.3f}" if heldout else ""))
     return run.path / "drafter"
+
+
+def stream_config(cfg: SftConfig, block_size: int) -> StreamConfig:
+    return StreamConfig(
+        seed=cfg.train.seed,
+        block_size=block_size,
+        anchors_per_document=cfg.data.anchors_per_document,
+        documents_per_micro_batch=cfg.data.documents_per_micro_batch,
+        global_batch=cfg.data.global_batch,
+        shape=cfg.data.shape,
+        anchors=cfg.data.anchors,
+        prefetch=cfg.data.prefetch,
+    )
+
+
+def _say_beginning(
+    cfg: SftConfig, store: FeatureStore, drafter: torch.nn.Module, step: int, total: int, world: World
+) -> None:
+    parameters = sum(p.numel() for p in drafter.parameters())
+    begin = f"resuming at step {step} of {total}" if step else f"{total} steps"
+    print(
+        f"{cfg.run_name}: {begin} of {cfg.data.global_batch} documents, {parameters / 1e6:.1f} M parameters, "
+        f"{world.size} rank{'s' * (world.size > 1)}, ZeRO-{cfg.engine.zero_stage}, {cfg.engine.dtype}, store {store.uri}",
+        flush=True,
+    )
+
+
+def _record_skipped(run: Path, rank: int, step: int, documents: list[str]) -> None:
+    with open(run / f"skipped.rank{rank}.jsonl", "a") as f:
+        f.write(json.dumps({"step": step, "documents": documents}) + "\n")
+
+
+def _main(argv: list[str]) -> None:
+    p = argparse.ArgumentParser(prog="torchrun -m trainer.sft")
+    p.add_argument("config", help="a recipe TOML")
+    p.add_argument("--allow-changed", action="store_true")
+    args = p.parse_args(argv)
+    cfg = load_config(SftConfig, args.config)
+    world = init_world()
+    try:
+        train(cfg, world, allow_changed=args.allow_changed)
+    except FlashdraftError as e:
+        if not world.is_main:  # every rank finds the same; one says it
+            sys.exit(e.exit_code)
+        raise
+
+
+if __name__ == "__main__":
+    main(lambda: _main(sys.argv[1:]))
