@@ -7,7 +7,8 @@ A writer's attempt at shard 7 goes through these steps, and may be killed before
     3. <array>/c/7/...                       the winner's objects move to their Zarr names (`promote`)
 
 Of two writers at once one wins step 2; the other drops its attempt, so no object of it ever stands under a Zarr name.
-A winner killed in step 3 is completed by the next writer's `finish`; readers meanwhile find the object under step 1's name.
+A winner killed in step 3 is completed by the next writer's `finish`; readers meanwhile find the object under step 1's
+name.
 """
 
 import json
@@ -66,22 +67,27 @@ def read_commit(files: Files, shard: int) -> Commit | None:
 
 def read_commits(files: Files) -> dict[int, Commit]:
     """Shard -> commit: the manifest's, and those written since."""
-    commits: dict[int, Commit] = {}
-    try:
-        manifest = json.loads(files.read(MANIFEST))
-        commits = {int(shard): _parse(data | {"shard": int(shard)}) for shard, data in manifest["commits"].items()}
-    except FileNotFoundError:
-        pass
-    except (ValueError, KeyError, TypeError) as e:
-        raise StoreError(
-            f"{MANIFEST} of {files.uri} is not readable ({e}); delete it and run `python -m features merge-manifest STORE`"
-        ) from None
+    commits = read_manifest(files)
     new = [shard for shard in committed_shards(files) if shard not in commits]
     with ThreadPoolExecutor(16) as pool:
         for shard, commit in zip(new, pool.map(lambda s: read_commit(files, s), new), strict=True):
             if commit is not None:
                 commits[shard] = commit
     return dict(sorted(commits.items()))
+
+
+def read_manifest(files: Files) -> dict[int, Commit]:
+    """The commits in manifest.json, without their documents; empty when there is no manifest yet."""
+    try:
+        manifest = json.loads(files.read(MANIFEST))
+        return {int(shard): _parse(data | {"shard": int(shard)}) for shard, data in manifest["commits"].items()}
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError) as e:
+        raise StoreError(
+            f"{MANIFEST} of {files.uri} is not readable ({e}); delete it and run `python -m features "
+            f"merge-manifest STORE`"
+        ) from None
 
 
 def committed_shards(files: Files) -> list[int]:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,12 +133,28 @@ class ObjectFiles:
         import obstore.store
 
         self.uri = uri.rstrip("/")
-        self.store = obstore.store.from_url(self.uri)
+        with self._explained():
+            self.store = obstore.store.from_url(self.uri)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Around what touches a store first, where a wrong address or missing credentials show."""
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except BaseError as e:
+            reason = " ".join(str(e).split())[:300]
+            raise StoreError(
+                f"store {self.uri} cannot be reached ({reason}); check the address, the credentials and the endpoint "
+                "(AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ... as your provider says)"
+            ) from None
 
     def read(self, path: str) -> bytes:
         import obstore
 
-        return bytes(obstore.get(self.store, path).bytes())
+        with self._explained():
+            return bytes(obstore.get(self.store, path).bytes())
 
     def read_ranges(self, path: str, starts: Sequence[int], ends: Sequence[int]) -> Sequence[Any]:
         import obstore
@@ -154,10 +170,11 @@ class ObjectFiles:
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
-        try:
-            obstore.put(self.store, path, data, mode="create", use_multipart=False)  # If-None-Match: *
-        except AlreadyExistsError:
-            return False
+        with self._explained():
+            try:
+                obstore.put(self.store, path, data, mode="create", use_multipart=False)  # If-None-Match: *
+            except AlreadyExistsError:
+                return False
         return True
 
     def write_parts(self, path: str, parts: Sequence[Any]) -> None:
@@ -192,7 +209,7 @@ class ObjectFiles:
             obstore.delete(self.store, path)
 
 
-def _joined(parts: Sequence[Any], size: int) -> Iterable[bytes]:
+def _joined(parts: Sequence[Any], size: int) -> Iterator[bytes]:
     """The parts as byte strings of about `size` bytes, so that no copy of the whole object is made."""
     pending, held = [], 0
     for part in parts:

@@ -1,17 +1,18 @@
 """The arrays of a store as Zarr v3: their metadata, and the bytes of one shard object.
 
-A shard object without a compressor is plain (Zarr v3 specification, `sharding_indexed` codec with `bytes` and `crc32c`):
+A shard object without a compressor is plain (Zarr v3 specification, `sharding_indexed` codec with `bytes` and
+`crc32c`):
 
     chunk 0 | crc32c | chunk 1 | crc32c | ... | index: (offset u64, nbytes u64) per chunk | crc32c of the index
 
 A chunk that was never written has offset = nbytes = 2^64 - 1 and reads as zeros. Writers here leave out chunks that lie
 wholly behind the last planned document. Readers go by the index and never assume an order.
 
-Legend: N tokens of the whole store, S tokens of a shard, c tokens of a chunk, L taps, D hidden size, k teacher candidates.
+Legend: N tokens of the whole store, S tokens of a shard, c tokens of a chunk, L taps, D hidden size, k teacher
+candidates.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Pure functions behind the stream's order: hashing, the Feistel permutation, the draw of anchors.
 
-All arithmetic is on unsigned 64-bit integers of NumPy and its own generator is not used, so that the same seed gives the
-same order with any version of NumPy on any machine.
+All arithmetic is on unsigned 64-bit integers of NumPy and its own generator is not used, so that the same seed gives
+the same order with any version of NumPy on any machine.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ def draw_anchors(
 ) -> np.ndarray:
     """Up to `count` of the `legal` positions (sorted int64), without replacement, sorted.
 
-    Each position gets a hash of (seed, epoch, document, position) and the smallest win. Of `count`, a share comes from the
-    legal ones among `visited` (as many as there are) and the rest from all others.
+    Each position gets a hash of (seed, epoch, document, position) and the smallest win. Of `count`, a share comes
+    from the legal ones among `visited` (as many as there are) and the rest from all others.
     """
     if visited is None and len(legal) <= count:
         return legal
@@ -73,7 +73,7 @@ def draw_anchors(
 
 
 def spread_rows(need: np.ndarray, budget: int) -> np.ndarray:
-    """Rows granted to each document so that their sum fits `budget`: the shorter ones whole, the longest cut to one length.
+    """Rows granted to each document so that they fit `budget`: the shorter ones whole, the longest cut to one length.
 
     need [100, 900, 500], budget 1000 -> [100, 450, 450].
     """

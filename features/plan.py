@@ -49,7 +49,7 @@ def document_id(token_ids: np.ndarray | list[int], loss_mask: np.ndarray | list[
 
 
 def split_of(content_key: str, heldout_share: float) -> str:
-    """`"heldout"` for a share of the keys, decided by the key alone: a document never changes sides when the corpus grows.
+    """`"heldout"` for a share of the keys, decided by the key alone: nothing changes sides when the corpus grows.
 
     `content_key` should identify the conversation's prompt, so that two answers to one prompt stay together.
     """
@@ -78,7 +78,8 @@ def make_plan(documents: pa.Table, shard_tokens: int) -> pa.Table:
     Args:
         documents: columns document, source, split, prompt_length and either token_ids or length.
     Raises:
-        DataError: no documents, a missing column, an empty document, one longer than a shard, or one id with two lengths.
+        DataError: no documents, a missing column, an empty document, one longer than a shard, or one id with two
+            lengths.
     """
     table = _with_lengths(documents)
     if not len(table):

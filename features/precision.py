@@ -1,8 +1,8 @@
 """How hidden states become stored bits and back: bf16, fp8 e4m3 with a power-of-two scale per token and tap, fp32.
 
 fp8: scale = 2^ceil(log2(amax / 448)), so amax / scale lies in (224, 448] and uses e4m3's top binade; the value is
-scale * q exactly, in bf16 too (three mantissa bits, power-of-two factor). The relative error is at most 2^-4 per element
-and about 2.6 % in root mean square, whatever the outliers of other tokens.
+scale * q exactly, in bf16 too (three mantissa bits, power-of-two factor). The relative error is at most 2^-4 per
+element and about 2.6 % in root mean square, whatever the outliers of other tokens.
 
 Legend: S tokens, L taps, D hidden size.
 """
@@ -42,7 +42,7 @@ def encode(hidden_SLD: torch.Tensor, storage: StorageDtype, out_SLD: np.ndarray,
 
 
 def fp8_scale(hidden_SLD: torch.Tensor) -> torch.Tensor:
-    """scale_SL (float32): the power of two for each token and tap; 1 where all is zero; not finite where a value is not."""
+    """scale_SL (float32): the power of two per token and tap; 1 where all is zero, not finite where a value is not."""
     amax = hidden_SLD.float().abs().amax(-1)
     exponent = torch.ceil(torch.log2(amax / FP8_MAX)).clamp(min=-100)
     scale = torch.where(amax == 0, torch.ones_like(amax), torch.exp2(exponent))

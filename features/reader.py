@@ -11,7 +11,6 @@ reader's resident memory stays flat however many shards it has visited.
 Legend: S tokens, L taps, D hidden size, k teacher candidates.
 """
 
-import json
 import os
 import threading
 from collections import OrderedDict
@@ -28,7 +27,7 @@ from features.files import LocalFiles, ObjectFiles, open_files
 from features.layout import ArrayLayout, array_layouts, check_chunk, damaged, decode_index
 from features.plan import num_shards
 from features.precision import LOAD_DTYPE, decode_fp8
-from features.spec import FeatureSpec, parse_spec
+from features.spec import FeatureSpec, no_store, parse_spec
 from features.writer import read_plan, rejects_table
 from infra.errors import StoreError
 
@@ -51,7 +50,7 @@ class Features:
 
 
 class FeatureStore:
-    """A store opened for reading. Threads may share it; forked and spawned workers may too (handles are per process)."""
+    """A store opened for reading. Threads may share it, and so may workers, forked or spawned."""
 
     def __init__(self, uri: str, verify: Verify):
         self.uri, self.verify = uri, verify
@@ -92,6 +91,11 @@ class FeatureStore:
         """Every planned shard is committed."""
         return not self.missing_shards
 
+    @property
+    def bytes(self) -> int:
+        """Size of all committed objects."""
+        return sum(c.bytes for c in self._commits.values())
+
     def __len__(self) -> int:
         return len(self._shard)
 
@@ -115,7 +119,8 @@ class FeatureStore:
         at = int(np.searchsorted(ids, document.encode()))
         if at == len(ids) or ids[at] != document.encode():
             raise StoreError(
-                f"document {document!r} is not in {self.uri}; it was rejected, is not prefilled yet, or is of another corpus"
+                f"document {document!r} is not in {self.uri}; it was rejected, is not prefilled yet, or is of "
+                f"another corpus"
             )
         return int(order[at])
 
@@ -156,7 +161,7 @@ class FeatureStore:
         )
 
     def read_hidden(self, document: str | int, out_SLD: torch.Tensor, start: int = 0) -> None:
-        """Read rows [start, start + S) of a document's hidden states into a contiguous buffer of the store's load dtype."""
+        """Read rows [start, start + S) of a document's hidden states into a contiguous tensor of the load dtype."""
         row = self.row(document)
         first, count = self._range(row, start, start + len(out_SLD))
         shard = int(self._shard[row])
@@ -339,6 +344,4 @@ def _spec_text(files: LocalFiles | ObjectFiles) -> bytes:
     try:
         return files.read("spec.json")
     except FileNotFoundError:
-        raise StoreError(
-            f"{files.uri} is no feature store (it has no spec.json); give the folder that holds it"
-        ) from None
+        raise no_store(files.uri) from None

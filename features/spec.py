@@ -1,6 +1,7 @@
 """What the features in a store are, and where a store with such features lives. Imports without torch.
 
-Two runs may share a store exactly when their specs are equal; the fingerprint is the spec's digest and names its folder.
+Two runs may share a store exactly when their specs are equal; the fingerprint is the spec's digest and names its
+folder.
 """
 
 import json
@@ -97,20 +98,26 @@ class FeatureSpec(Config):
         return HIDDEN_BYTES[dtype] * self.num_taps * self.hidden_size + scale
 
     def bytes_per_token(self, storage_dtype: str | None = None) -> int:
-        """All stored bytes per token: hidden states, token id (4), loss mask (1), log-prob (4), teacher (6 per candidate)."""
+        """All stored bytes per token: hidden, token id (4), loss mask (1), log-prob (4), teacher (6 per candidate)."""
         return self.hidden_bytes_per_token(storage_dtype) + 9 + 6 * self.top_k
 
     def require_equal(self, other: "FeatureSpec", what: str) -> None:
         """
         Raises:
-            SpecMismatch: naming every field that differs, with `self`'s value as the stored and `other`'s as the wanted one.
+            SpecMismatch: naming every field that differs, with `self`'s value as the stored and `other`'s as the
+                wanted one.
         """
         mine, theirs = self.model_dump(mode="json"), other.model_dump(mode="json")
         differ = [f"{key} is {mine[key]!r} there and {theirs[key]!r} here" for key in mine if mine[key] != theirs[key]]
         if differ:
             raise SpecMismatch(
-                f"{what} holds other features: {'; '.join(differ)}; give the spec it was written with or prefill a new store"
+                f"{what} holds other features: {'; '.join(differ)}; give the spec it was written with or "
+                f"prefill a new store"
             )
+
+
+def no_store(uri: str) -> StoreError:
+    return StoreError(f"{uri} is no feature store (it has no spec.json); give the folder that holds it, or prefill it")
 
 
 def parse_spec(text: str | bytes, where: str) -> FeatureSpec:
@@ -132,7 +139,8 @@ def parse_spec(text: str | bytes, where: str) -> FeatureSpec:
     except pydantic.ValidationError as e:
         first = e.errors()[0]
         raise StoreError(
-            f"{where}/spec.json: {'.'.join(map(str, first['loc']))} is not acceptable ({first['msg']}); restore the file"
+            f"{where}/spec.json: {'.'.join(map(str, first['loc']))} is not acceptable ({first['msg']}); restore "
+            f"the file"
         ) from None
 
 

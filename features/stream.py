@@ -4,9 +4,9 @@
     for batch in stream: ...                      # endless; stream.state() -> {"samples_seen": ...}
 
 Order: a Feistel permutation of the split's documents per epoch; step t takes `global_batch` consecutive ones, cut into
-micro-batches of m documents; rank r gets the r-th contiguous run of micro-batches. So the sequence of micro-batches is the
-same for any world size, and the count of documents seen is the only state. Documents at the end of an epoch that do not
-fill a global batch are left out of that epoch (another few each time, since the permutation changes).
+micro-batches of m documents; rank r gets the r-th contiguous run of micro-batches. So the sequence of micro-batches
+is the same for any world size, and the count of documents seen is the only state. Documents at the end of an epoch
+that do not fill a global batch are left out of that epoch (another few each time, since the permutation changes).
 
 Anchors: position p is legal where loss_mask[p] and loss_mask[p+1]; up to A_d per document, without replacement, sorted,
 drawn by a hash of (seed, epoch, document id, p). No collective is needed for anything here.
@@ -52,7 +52,8 @@ class StreamConfig(Config):
     """S of a micro-batch with shape `fixed`; None is m * max_length. With less, the longest documents of a crowded
     micro-batch lose the anchors behind what fits"""
     shape: Literal["fixed", "trimmed"] = "fixed"
-    """`fixed`: the same S and A always (compiled kernels); `trimmed`: S and A cut to what is used, rounded up to 64 and 8 (CPU)"""
+    """`fixed`: the same S and A always (compiled kernels); `trimmed`: S and A cut to what is used (CPU), rounded up to
+    multiples of 64 and 8"""
     splits: tuple[str, ...] = ("train",)
     """splits of the store to draw documents from"""
     anchors: Literal["random", "fixed"] = "random"
@@ -76,7 +77,7 @@ class StreamConfig(Config):
 
 @dataclass
 class AnchorBatch:
-    """One micro-batch on one rank; torch tensors. Padding: hidden 0, positions 0, documents -1, labels 0, masks False."""
+    """One micro-batch on one rank. Padding: hidden states, positions, labels 0; documents -1; masks False."""
 
     hidden_SLD: torch.Tensor  # bf16 or fp32
     positions_S: torch.Tensor  # int64, restart per document
@@ -155,7 +156,8 @@ class AnchorStream:
             )
         if samples_seen % G:
             raise ConfigError(
-                f"samples_seen = {samples_seen} is no multiple of global_batch = {G}; resume with the global_batch of the run"
+                f"samples_seen = {samples_seen} is no multiple of global_batch = {G}; resume with the "
+                f"global_batch of the run"
             )
         splits = store.documents["split"].to_numpy(zero_copy_only=False)
         self.rows = np.flatnonzero(np.isin(splits, cfg.splits))

@@ -28,7 +28,7 @@ from features.files import Files, is_remote, open_files
 from features.layout import ArrayLayout, ObjectRecord, array_layouts, encode_shard
 from features.plan import PLAN_SCHEMA, corpus_digest, document_id, num_shards
 from features.precision import encode
-from features.spec import FeatureSpec, parse_spec, store_path
+from features.spec import FeatureSpec, no_store, parse_spec, store_path
 from infra.errors import DataError, SpecMismatch, StoreError
 from infra.provenance import provenance
 
@@ -67,7 +67,8 @@ def create_store(
         root_uri: a folder or `s3:// gs:// az://` address.
         plan: `make_plan(documents, spec.shard_tokens)`.
         max_reject_share: share of rejected documents above which writing stops.
-        fsync: force local data to disk before each commit. Kills never need it, and a checksum reveals what a power cut tore.
+        fsync: force local data to disk before each commit. Kills never need it, and a checksum reveals what a power
+            cut tore.
     Raises:
         SpecMismatch: the folder holds another spec or plan, or the plan is not of the spec's corpus.
         StoreError: a shard too large for one object.
@@ -88,34 +89,42 @@ def create_store(
         )
     if not files.create("spec.json", spec.canonical().encode()):
         parse_spec(files.read("spec.json"), uri).require_equal(spec, f"store {uri}")
-    if not files.create("plan.parquet", _parquet(plan)):
-        if not read_plan(files).equals(plan):
-            raise SpecMismatch(
-                f"store {uri} has another plan.parquet than this corpus; delete the store or restore its plan"
-            )
-    attributes = {"fingerprint": spec.fingerprint, "target": spec.target, "tap_layer_ids": list(spec.tap_layer_ids)}
-    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-    files.write("zarr.json", json.dumps(group, indent=2).encode())
-    for layout in layouts.values():
-        files.write(f"{layout.name}/zarr.json", layout.metadata(num_shards(plan), attributes))
+    if not files.create("plan.parquet", _parquet(plan)) and not read_plan(files).equals(plan):
+        raise SpecMismatch(
+            f"store {uri} has another plan.parquet than this corpus; delete the store or restore its plan"
+        )
+    for path, data in array_metadata(spec, num_shards(plan)).items():
+        files.write(path, data)
     record = provenance(fingerprint=spec.fingerprint, spec=spec.model_dump(mode="json"))
     files.create("PROVENANCE.json", (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode())
     return StoreWriter(uri, max_reject_share=max_reject_share, fsync=fsync)
 
 
+def array_metadata(spec: FeatureSpec, shards: int) -> dict[str, bytes]:
+    """Path -> content of every zarr.json of the store."""
+    attributes = {"fingerprint": spec.fingerprint, "target": spec.target, "tap_layer_ids": list(spec.tap_layer_ids)}
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    arrays = {f"{a.name}/zarr.json": a.metadata(shards, attributes) for a in array_layouts(spec).values()}
+    return {"zarr.json": json.dumps(group, indent=2).encode()} | arrays
+
+
 def read_plan(files: Files) -> pa.Table:
     try:
-        return pq.read_table(io.BytesIO(files.read("plan.parquet"))).cast(PLAN_SCHEMA).combine_chunks()
+        return (
+            pq.read_table(io.BytesIO(files.read("plan.parquet")), page_checksum_verification=True)
+            .cast(PLAN_SCHEMA)
+            .combine_chunks()
+        )
     except FileNotFoundError:
         raise StoreError(f"{files.uri} has no plan.parquet; restore it or prefill the store again") from None
-    except pa.ArrowException as e:
+    except (pa.ArrowException, OSError) as e:
         raise StoreError(
             f"plan.parquet of {files.uri} is not readable ({e}); restore it or prefill the store again"
         ) from None
 
 
 class StoreWriter:
-    """Writes shards of an existing store. Cheap to pickle: another process reads spec and plan from the store itself."""
+    """Writes shards of an existing store. Cheap to pickle: another process reads spec and plan from the store."""
 
     def __init__(self, uri: str, *, max_reject_share: float = 0.05, fsync: bool = False):
         self.uri, self.max_reject_share, self.fsync = uri, max_reject_share, fsync
@@ -126,9 +135,7 @@ class StoreWriter:
         try:
             self.spec = parse_spec(self.files.read("spec.json"), self.uri)
         except FileNotFoundError:
-            raise StoreError(
-                f"{self.uri} is no feature store (it has no spec.json); make it with create_store"
-            ) from None
+            raise no_store(self.uri) from None
         self.layouts = array_layouts(self.spec)
         self.plan = read_plan(self.files)
         self.num_shards = num_shards(self.plan)
@@ -244,7 +251,8 @@ class StoreWriter:
             self._seen += 1
         if left:
             raise StoreError(
-                f"shard {shard} got {len(rows) - len(left)} of its {len(rows)} planned documents, {next(iter(left))!r} is "
+                f"shard {shard} got {len(rows) - len(left)} of its {len(rows)} planned documents, "
+                f"{next(iter(left))!r} is "
                 "missing; hand over each one, with `error` set where it could not be computed"
             )
         self._rejected += len(rejected)
@@ -271,7 +279,8 @@ class StoreWriter:
         if rejected >= least and rejected > self.max_reject_share * seen:
             raise DataError(
                 f"{rejected} of {seen} documents were rejected, more than max_reject_share = {self.max_reject_share:g} "
-                f"allows; see the rejects of {self.uri} (`python -m features inspect`), mend the cause or raise the share"
+                f"allows; see the rejects of {self.uri} (`python -m features inspect`), mend the cause or raise "
+                f"the share"
             )
 
     def _receipt(self, commit: cm.Commit, won: bool) -> dict[str, Any]:
@@ -355,5 +364,5 @@ def rejects_table(commits: dict[int, cm.Commit]) -> pa.Table:
 
 def _parquet(table: pa.Table) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
     return sink.getvalue()

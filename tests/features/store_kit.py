@@ -78,7 +78,9 @@ class Corpus:
     def __init__(self, n=24, seed=0, **changes):
         shape = {k: changes.pop(k) for k in ("max_length", "min_length") if k in changes}
         self.documents = make_documents(n, seed, **shape)
-        self.spec = make_spec(self.documents, **({"max_length": shape["max_length"]} if "max_length" in shape else {}), **changes)
+        self.spec = make_spec(
+            self.documents, **({"max_length": shape["max_length"]} if "max_length" in shape else {}), **changes
+        )
         self.plan = make_plan(self.documents, self.spec.shard_tokens)
         self.rows = {r["document"]: r for r in self.documents.to_pylist()}
 

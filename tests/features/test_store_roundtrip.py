@@ -49,7 +49,7 @@ def test_taps_are_layer_ids(tmp_path):
     store = FeatureStore.open(corpus.build(tmp_path).uri)
     whole = store.read(0).hidden_SLD
     assert torch.equal(store.read(0, taps=(3, 1)).hidden_SLD, whole[:, [2, 0]])
-    with pytest.raises(StoreError, match="tap 9 is not stored .* 1, 2, 3"):
+    with pytest.raises(StoreError, match=r"tap 9 is not stored .* 1, 2, 3"):
         store.read(0, taps=(9,))
 
 
@@ -57,7 +57,9 @@ def test_another_spec_is_named(tmp_path):
     corpus = Corpus(n=4)
     uri = corpus.build(tmp_path).uri
     other = corpus.spec.model_copy(update={"hidden_size": 17, "weights_digest": "x"})
-    with pytest.raises(SpecMismatch, match="weights_digest is 'w.*' there and 'x' here; hidden_size is 16 there and 17 here"):
+    with pytest.raises(
+        SpecMismatch, match=r"weights_digest is 'w.*' there and 'x' here; hidden_size is 16 there and 17 here"
+    ):
         FeatureStore.open(uri, other)
     with pytest.raises(SpecMismatch, match="corpus"):
         create_store(str(tmp_path), corpus.spec, Corpus(n=5).plan)

@@ -90,7 +90,9 @@ def test_step_counts_are_those_of_the_whole_global_batch(store):
 
 
 def test_same_sequence_on_any_number_of_ranks_and_after_any_resume(store):
-    one = take(AnchorStream(store, config()), 24)  # 6 steps of 4 micro-batches: past the end of the epoch (32 documents or so)
+    one = take(
+        AnchorStream(store, config()), 24
+    )  # 6 steps of 4 micro-batches: past the end of the epoch (32 documents or so)
     for world in (2, 4):
         ranks = [take(AnchorStream(store, config(), r, world), 24 // world) for r in range(world)]
         per_step = 4 // world
@@ -158,7 +160,9 @@ def test_crowded_micro_batches_keep_what_fits(store, corpus):
     batches = take(AnchorStream(store, config(context_tokens=40)), 8)
     for b in batches:
         assert len(b.hidden_SLD) == 40 and b.anchor_valid_A.any()
-        supervised = sum((x.supervised_AK.sum(0) for x in batches if x.step == b.step), torch.zeros(4, dtype=torch.int64))
+        supervised = sum(
+            (x.supervised_AK.sum(0) for x in batches if x.step == b.step), torch.zeros(4, dtype=torch.int64)
+        )
         assert torch.equal(supervised, b.step_supervised_K)
 
 
