@@ -85,7 +85,9 @@ class Target:
         self.vocab_size = self.embedding_VD.shape[0]
         self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
         # renamed within transformers 5
-        self._cache_name = "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
+        self._cache_name = (
+            "cache" if "cache" in inspect.signature(self.decoder.forward).parameters else "past_key_values"
+        )
         self.stop_ids = stop_ids(model.generation_config, tokenizer)
         check_target(config, self.num_layers, self.vocab_size)
 
@@ -242,7 +244,7 @@ def load_frozen_head(
         where = {}
         for file in folder.glob("*.safetensors"):
             with safe_open(file, "pt") as f:
-                where |= {name: file for name in f.keys()}  # noqa: SIM118: safe_open is no mapping
+                where |= {name: file for name in f.keys()}  # noqa: SIM118
 
     def read(name: str) -> Tensor:
         with safe_open(where[name], "pt") as f:
@@ -258,7 +260,9 @@ def load_frozen_head(
     elif text.tie_word_embeddings:
         head = embedding
     else:
-        raise TargetError(f"target {cfg.name} has no {HEAD_NAME} and does not tie it to the embedding; its copy is incomplete")
+        raise TargetError(
+            f"target {cfg.name} has no {HEAD_NAME} and does not tie it to the embedding; its copy is incomplete"
+        )
     try:
         generation = GenerationConfig.from_pretrained(folder)
     except OSError:

@@ -102,7 +102,7 @@ def uniform_tap_layer_ids(num_layers: int, num_taps: int = 5) -> tuple[int, ...]
 
     Only for writing a new target file: a checkpoint's ids are read from it and never recomputed, since this formula
     gives the ids of only 6 of 20 published drafters. Rounds half to even as Python does:
-    N = 36 -> 1, 9, 17, 25, 33; N = 28 -> 1, 7, 13, 19, 25 (from 1, 7, 13, 19, 25); N = 30 -> 1, 8, 14, 20, 27 (from 7.5, 20.5).
+    N = 36 -> 1, 9, 17, 25, 33; N = 28 -> 1, 7, 13, 19, 25; N = 30 -> 1, 8, 14, 20, 27 (8 from 7.5, 20 from 20.5).
     """
     if num_taps == 1:
         return (num_layers // 2,)

@@ -86,7 +86,7 @@ def _hub_folder(source: HubSource) -> Path:
 
 @contextmanager
 def _locked(name: str) -> Iterator[Path]:
-    """Exclusive use of `<cache>/targets/<name>` between processes: of several ranks that start at once, one converts."""
+    """Exclusive use of `<cache>/targets/<name>` between processes: of ranks that start at once, one converts."""
     folder = cache_root() / "targets" / name
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f".{name}.lock", "w") as lock:

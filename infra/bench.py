@@ -26,7 +26,13 @@ def table(rows: list[dict]) -> str:
     lines = [("what", "ours", "opponent", "unit", "ratio")]
     for r in rows:
         lines.append(
-            (r["what"], f"{r['ours']:.4g}", f"{r['opponent']:.4g} {r['opponent_name']}", r["unit"], f"{r['ratio']:.2f}×")
+            (
+                r["what"],
+                f"{r['ours']:.4g}",
+                f"{r['opponent']:.4g} {r['opponent_name']}",
+                r["unit"],
+                f"{r['ratio']:.2f}×",
+            )
         )
     widths = [max(len(line[i]) for line in lines) for i in range(5)]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in lines)

@@ -18,7 +18,8 @@ def main(run: Callable[[], int | None]) -> None:
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        _say(f"the disk is full ({e.filename or 'while writing'}); free space and run the same command again: finished work is kept")
+        where = e.filename or "while writing"
+        _say(f"the disk is full ({where}); free space and run the same command again: finished work is kept")
         code = 2
     except KeyboardInterrupt:
         _say("interrupted; run the same command again to go on: finished work is kept")

@@ -2,7 +2,7 @@
 
     cfg = load_config(SftConfig, "trainer/recipes/sft.toml", ["train.steps=50", "optim.lr=1e-3"])
 
-Values of overrides are TOML (`train.steps=50`, `name="a"`, `taps=[1,8]`); a bare word that is no TOML value is a string.
+Values of overrides are TOML (`train.steps=50`, `name="a"`, `taps=[1,8]`); a bare word that is none is a string.
 """
 
 import difflib

@@ -12,7 +12,7 @@ from infra.provenance import PACKAGES
 
 
 def foreign_kernels(distributions: list[str] | None = None) -> str | None:
-    """A sentence if Hugging Face's package `kernels` is installed: transformers would import our folder in its place."""
+    """A sentence if Hugging Face's package `kernels` is installed: transformers would take our folder for it."""
     names = distributions if distributions is not None else [d.name for d in importlib.metadata.distributions()]
     if any(name and name.lower() == "kernels" for name in names):
         return (
@@ -26,12 +26,22 @@ def checks() -> Iterator[tuple[str, str, str]]:
     """(state, what, remark) with state ok, warn or bad."""
     version = ".".join(map(str, sys.version_info[:3]))
     yield ("ok" if sys.version_info >= (3, 11) else "bad", f"Python {version}", "3.11 or newer is needed")
-    missing = [p for p in PACKAGES if importlib.util.find_spec(p) is None and not (p == "triton" and sys.platform != "linux")]
-    yield ("bad" if missing else "ok", "packages", f"missing: {', '.join(missing)}; run make install" if missing else "all there")
+    missing = [
+        p for p in PACKAGES if importlib.util.find_spec(p) is None and not (p == "triton" and sys.platform != "linux")
+    ]
+    yield (
+        "bad" if missing else "ok",
+        "packages",
+        f"missing: {', '.join(missing)}; run make install" if missing else "all there",
+    )
     clash = foreign_kernels()
     yield ("bad" if clash else "ok", "import name 'kernels'", clash or "ours alone")
     free = shutil.disk_usage(Path.cwd()).free / 1e9
-    yield ("warn" if free < 5 else "ok", f"disk: {free:.0f} GB free here", "the demo needs 5 GB, Qwen3-8B 41 KB a token")
+    yield (
+        "warn" if free < 5 else "ok",
+        f"disk: {free:.0f} GB free here",
+        "the demo needs 5 GB, Qwen3-8B 41 KB a token",
+    )
     if sys.platform == "linux":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
         yield ("warn" if memory < 7 else "ok", f"memory: {memory:.0f} GiB", "the demo needs 6 GiB")

@@ -56,7 +56,9 @@ class Tracker:
 
     def tags(self, values: Mapping[str, Any], *, on_parent: bool = False) -> None:
         for key, value in values.items():
-            self._later(self.client.set_tag, self.parent_id if on_parent and self.parent_id else self.run_id, key, str(value))
+            self._later(
+                self.client.set_tag, self.parent_id if on_parent and self.parent_id else self.run_id, key, str(value)
+            )
 
     def artifact(self, path: str | Path, folder: str | None = None) -> None:
         self._later(self.client.log_artifact, self.run_id, str(path), folder)
@@ -71,7 +73,9 @@ class Tracker:
         """A matplotlib figure as `figures/<name>`."""
         self._later(self.client.log_figure, self.run_id, figure, f"figures/{name}")
 
-    def dataset(self, name: str, digest: str, source: str, profile: Mapping[str, Any], context: str = "training") -> None:
+    def dataset(
+        self, name: str, digest: str, source: str, profile: Mapping[str, Any], context: str = "training"
+    ) -> None:
         """The store as data set input: the lineage from drafter to features goes by its fingerprint."""
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -189,7 +193,9 @@ def _open(run_name: str, stage: str, folder: Path | None, tags: dict[str, Any], 
         if record.get("uri") == tracking_uri():  # ids of another server mean nothing here
             known = {k: v for k, v in record["runs"].items() if _exists(client, v)}
     if folder is None:
-        return Tracker(client, client.create_run(experiment, tags={"stage": stage, **tags}, run_name=run_name).info.run_id, None)
+        return Tracker(
+            client, client.create_run(experiment, tags={"stage": stage, **tags}, run_name=run_name).info.run_id, None
+        )
     if "parent" not in known:
         known["parent"] = client.create_run(experiment, tags={"drafter": run_name}, run_name=run_name).info.run_id
     if resume and stage in known:

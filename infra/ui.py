@@ -22,7 +22,8 @@ def ui(port: int) -> int:
             s.bind(("127.0.0.1", port))
         except OSError as e:
             raise ResourceError(
-                f"port {port} on 127.0.0.1 cannot be used ({e.strerror}); stop the program there or run make ui PORT={port + 1}"
+                f"port {port} on 127.0.0.1 cannot be used ({e.strerror}); stop the program there, or run "
+                f"make ui PORT={port + 1}"
             ) from None
     print(f"MLflow on http://127.0.0.1:{port} (ready after up to a minute; Ctrl-C ends it)", flush=True)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

@@ -1,4 +1,4 @@
-"""`python -m trainer --stage sft --model qwen3-8b [--nproc 8] [key=value ...]`: check everything, then launch the ranks."""
+"""`python -m trainer --stage sft --model qwen3-8b [--nproc 8] [key=value ...]`: check, then launch the ranks."""
 
 import argparse
 import logging

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import torch
-from features.reader import FeatureStore
 
+from features.reader import FeatureStore
 from features.target_config import TargetConfig
 from features.target_source import target_folder
 from infra.errors import SpecMismatch, StoreError
@@ -50,13 +50,13 @@ def check_store(store: FeatureStore, cfg: SftConfig, target: TargetConfig) -> No
     ):
         if stored != wanted:
             raise SpecMismatch(
-                f"store {store.uri} was made with {what} {stored!r}, but target file {cfg.model!r} says {wanted!r}; use "
-                f"the store's own target file or run make features MODEL={cfg.model}"
+                f"store {store.uri} was made with {what} {stored!r}, but target file {cfg.model!r} says {wanted!r}; "
+                f"use the store's own target file or run make features MODEL={cfg.model}"
             )
     if not store.complete:
         raise StoreError(
-            f"store {store.uri} lacks {len(store.missing_shards)} shards; run make features MODEL={cfg.model} again, which "
-            "computes only these"
+            f"store {store.uri} lacks {len(store.missing_shards)} shards; run make features MODEL={cfg.model} again, "
+            "which computes only these"
         )
 
 
@@ -75,8 +75,8 @@ def build_drafter(cfg: SftConfig, target: TargetConfig, store: FeatureStore, see
         ):
             if has != wanted:
                 raise SpecMismatch(
-                    f"drafter {cfg.drafter.start_from} has {what} {has!r}, but the store of {target.name} has {wanted!r}; "
-                    "use a drafter of this target, or a target file with the drafter's settings"
+                    f"drafter {cfg.drafter.start_from} has {what} {has!r}, but the store of {target.name} has "
+                    f"{wanted!r}; use a drafter of this target, or a target file with the drafter's settings"
                 )
         return drafter
     folder = target_folder(target)

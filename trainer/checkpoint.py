@@ -3,8 +3,8 @@
     <run>/checkpoints/step-00000200/    DeepSpeed's files and meta.json
     <run>/checkpoints/latest            name of the newest complete one
 
-DeepSpeed shards the optimiser over the ranks of the run that saved. Another number of ranks (or another ZeRO stage) reads
-the same checkpoint through DeepSpeed's universal format, which is made from it once, beside it, by rank 0.
+DeepSpeed shards the optimiser over the ranks of the run that saved. Another number of ranks (or another ZeRO stage)
+reads the same checkpoint through DeepSpeed's universal format, which is made from it once, beside it, by rank 0.
 """
 
 import json

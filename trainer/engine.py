@@ -56,7 +56,7 @@ def init_world(timeout_s: float = 1800.0) -> World:
     if cuda:
         torch.cuda.set_device(local_rank)
     else:
-        # DeepSpeed would compile a shared-memory all-reduce (100 s, and a killed build hangs the next run); gloo is fine
+        # DeepSpeed would compile a shared-memory all-reduce: 100 s, and a killed build hangs the next run
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     deepspeed.init_distributed(

@@ -18,9 +18,9 @@ class Objective:
     """Σ w·CE / Σ w, the sums over the whole global batch: all ranks, all micro-batches of an optimiser step.
 
     The denominator is a function of the supervision masks alone, which every rank knows for the whole step
-    (`AnchorBatch.step_supervised_K`), so it needs no collective and is known before the first backward. For weights that
-    depend on the drafter (D-PACE, expected acceptance) it is the number of supervised blocks: their loss is a sum
-    over the block by nature.
+    (`AnchorBatch.step_supervised_K`), so it needs no collective and is known before the first backward. For weights
+    that depend on the drafter (D-PACE, expected acceptance) it is the number of supervised blocks: their loss is a
+    sum over the block by nature.
     """
 
     def __init__(self, cfg: LossConfig, drafter: DrafterConfig):
@@ -39,7 +39,7 @@ class Objective:
                 self.weighting, self.slot_weight_K = weighting.acceptance(cfg.alpha), None
 
     def denominator(self, batch: AnchorBatch) -> float:
-        """Of the whole optimiser step that the batch belongs to; at least 1e-9, so that nothing supervised gives loss 0."""
+        """Of the whole optimiser step of the batch; at least 1e-9, so that nothing supervised gives loss 0."""
         if self.slot_weight_K is None:
             return max(float(batch.step_blocks), 1e-9)
         return max(float((self.slot_weight_K * batch.step_supervised_K.cpu().double()).sum()), 1e-9)

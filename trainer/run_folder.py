@@ -37,8 +37,8 @@ class RunFolder:
         if semantic and not allow_changed:
             listed = ", ".join(f"{k} was {old!r} and is now {new!r}" for k, (old, new) in semantic.items())
             raise ConfigError(
-                f"run {str(self.path)!r} exists with other settings ({listed}); take another name (name=...), delete the "
-                "folder, or resume all the same with --allow-changed"
+                f"run {str(self.path)!r} exists with other settings ({listed}); take another name (name=...), delete "
+                "the folder, or resume all the same with --allow-changed"
             )
 
     def begin(self, cfg: SftConfig, deepspeed: dict[str, Any], **extra: Any) -> None:

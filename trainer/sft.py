@@ -117,8 +117,8 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
                 _record_skipped(run.path, world.rank, step, documents)
                 if skipped_in_row >= cfg.train.max_skipped:
                     raise TrainingError(
-                        f"{skipped_in_row} steps in a row had a non-finite loss or gradient, the last at step {step} with "
-                        f"documents {', '.join(documents[:4])}; see {run.path}/skipped.rank*.jsonl, lower optim.lr, or "
+                        f"{skipped_in_row} steps in a row had a non-finite loss or gradient, the last at step {step} "
+                        f"with documents {', '.join(documents[:4])}; see {run.path}/skipped.rank*.jsonl, lower optim.lr, or "
                         f"verify the store with python -m features verify {store.uri}"
                     )
             else:
@@ -181,7 +181,8 @@ def _say_beginning(
     begin = f"resuming at step {step} of {total}" if step else f"{total} steps"
     print(
         f"{cfg.run_name}: {begin} of {cfg.data.global_batch} documents, {parameters / 1e6:.1f} M parameters, "
-        f"{world.size} rank{'s' * (world.size > 1)}, ZeRO-{cfg.engine.zero_stage}, {cfg.engine.dtype}, store {store.uri}",
+        f"{world.size} rank{'s' * (world.size > 1)}, ZeRO-{cfg.engine.zero_stage}, {cfg.engine.dtype}, "
+        f"store {store.uri}",
         flush=True,
     )
 

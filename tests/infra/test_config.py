@@ -1,7 +1,16 @@
 import pytest
 from pydantic import Field
 
-from infra.config import Config, apply_overrides, find_named, load_config, parse_override, read_toml, save_toml, validate
+from infra.config import (
+    Config,
+    apply_overrides,
+    find_named,
+    load_config,
+    parse_override,
+    read_toml,
+    save_toml,
+    validate,
+)
 from infra.errors import ConfigError
 
 

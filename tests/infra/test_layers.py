@@ -31,7 +31,9 @@ def imports(path: Path) -> set[str]:
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found.add(node.module)
-            found |= {f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}".startswith("trainer.drafter")}
+            found |= {
+                f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}".startswith("trainer.drafter")
+            }
         elif isinstance(node, ast.ImportFrom) and node.level:
             pytest.fail(f"{path} has a relative import; write the package's name")
     return found

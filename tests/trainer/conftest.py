@@ -33,7 +33,7 @@ def tiny_store(tiny, tiny_documents, tmp_path_factory) -> str:
     """URI of a finished store of these documents (bf16)."""
     from features.plan import corpus_digest, make_plan
     from features.spec import FeatureSpec
-    from features.writer import DocumentFeatures, create_store
+    from features.writer import create_store
 
     cfg = tiny.config
     spec = FeatureSpec(
