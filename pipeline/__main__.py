@@ -7,9 +7,16 @@ from infra.cli import main
 
 def run() -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline", description=__doc__)
-    parser.add_argument("--model", default="smollm2-135m", help="a target of features/targets or the path of a TOML file")
+    parser.add_argument(
+        "--model", default="smollm2-135m", help="a target of features/targets or the path of a TOML file"
+    )
     parser.add_argument("--corpus", default="demo", help="a corpus of pipeline/corpora or the path of a TOML file")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="regenerate.max_new_tokens=128 target.max_length=512 dry=true ...")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="regenerate.max_new_tokens=128 target.max_length=512 dry=true ...",
+    )
     args = parser.parse_args()
 
     from pipeline.config import resolve

@@ -1,6 +1,6 @@
 """What a corpus file (`pipeline/corpora/*.toml`) says. Imports without torch or ray.
 
-    cfg = resolve("smollm2-135m", "demo", ["regenerate.max_new_tokens=128", "target.max_length=512"])
+cfg = resolve("smollm2-135m", "demo", ["regenerate.max_new_tokens=128", "target.max_length=512"])
 """
 
 import os
@@ -192,7 +192,9 @@ class FeaturesConfig(Config):
             "heldout_share": self.heldout_share,
             "regenerate": self.regenerate.identity(),
             "render": self.render.model_dump(mode="json"),
-            "target": self.target.model_dump(mode="json", include={"source", "dtype", "chat_template_args", "chat_template", "max_length"}),
+            "target": self.target.model_dump(
+                mode="json", include={"source", "dtype", "chat_template_args", "chat_template", "max_length"}
+            ),
         }
         return sha256_hex(canonical_json(parts))
 

@@ -72,7 +72,9 @@ def parse_row(row: Any, fields: FieldsConfig) -> tuple[tuple[dict[str, Any], ...
     turns = _decoded(_column(row, fields.messages, MESSAGES), "messages")
     if turns is not None:
         if not isinstance(turns, list) or not turns:
-            raise BadRow("the list of turns is empty" if turns == [] else f"the turns are a {type(turns).__name__}, not a list")
+            raise BadRow(
+                "the list of turns is empty" if turns == [] else f"the turns are a {type(turns).__name__}, not a list"
+            )
         messages = [_turn(t, i) for i, t in enumerate(turns)]
         system = _column(row, fields.system, SYSTEM)
         if system and messages[0]["role"] != "system":

@@ -36,7 +36,10 @@ def read_corpus(cfg: FeaturesConfig) -> Iterator[Conversation | Reject]:
         if item is None:
             del iterators[name]
             if not taken[name]:
-                raise DataError(f"source {name!r} of corpus {cfg.name!r} has no usable row ({rejected[name]} were rejected); {_remedy(cfg.sources[name])}")
+                raise DataError(
+                    f"source {name!r} of corpus {cfg.name!r} has no usable row ({rejected[name]} were rejected); "
+                    f"{_remedy(cfg.sources[name])}"
+                )
         elif isinstance(item, Conversation):
             first = seen.setdefault(item.key, item)
             if first is item:
@@ -44,7 +47,9 @@ def read_corpus(cfg: FeaturesConfig) -> Iterator[Conversation | Reject]:
                 yield item
             else:
                 rejected[name] += 1
-                yield Reject(name, item.file, item.line, "read", f"same turns as {first.file} line {first.line}", item.key)
+                yield Reject(
+                    name, item.file, item.line, "read", f"same turns as {first.file} line {first.line}", item.key
+                )
         else:
             rejected[name] += 1
             yield item
@@ -63,7 +68,11 @@ def inputs_digest(cfg: FeaturesConfig) -> str:
                     stat = os.stat(path)
                     parts.append([path, stat.st_size, stat.st_mtime_ns])
         elif isinstance(source, HubSource) and Path(source.repo).is_dir():
-            parts += [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for p in sorted(Path(source.repo).rglob("*")) if p.is_file()]
+            parts += [
+                [str(p), p.stat().st_size, p.stat().st_mtime_ns]
+                for p in sorted(Path(source.repo).rglob("*"))
+                if p.is_file()
+            ]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -71,7 +80,9 @@ def _conversations(name: str, source: Source, heldout_share: float) -> Iterator[
     if isinstance(source, PromptsSource):
         for i, p in enumerate(generate_prompts(source.count, source.heldout, source.seed), start=1):
             messages = ({"role": "user", "content": p.text},)
-            yield Conversation(content_key(messages), messages, f"{p.category}/{p.template}", p.split, f"prompts:{name}", i)
+            yield Conversation(
+                content_key(messages), messages, f"{p.category}/{p.template}", p.split, f"prompts:{name}", i
+            )
         return
     from features.spec import split_of
 
@@ -174,7 +185,9 @@ def _json_rows(path: str) -> Iterator[Row]:
         try:
             data = json.loads(bytes(f.read()))
         except ValueError as e:
-            raise DataError(f"corpus file {path!r} is not valid JSON ({e}); a file with one object per line ends in .jsonl") from None
+            raise DataError(
+                f"corpus file {path!r} is not valid JSON ({e}); a file with one object per line ends in .jsonl"
+            ) from None
     if not isinstance(data, list):
         raise DataError(f"corpus file {path!r} holds a {type(data).__name__}; it must be a list of objects")
     for number, row in enumerate(data, start=1):
@@ -194,7 +207,9 @@ def _parquet_rows(path: str) -> Iterator[Row]:
                     number += 1
                     yield path, number, row
     except pa.ArrowInvalid as e:
-        raise DataError(f"corpus file {path!r} is not readable as Parquet after row {number} ({e}); fetch it again") from None
+        raise DataError(
+            f"corpus file {path!r} is not readable as Parquet after row {number} ({e}); fetch it again"
+        ) from None
 
 
 def _hub_rows(source: HubSource) -> Iterator[Row]:
@@ -205,13 +220,22 @@ def _hub_rows(source: HubSource) -> Iterator[Row]:
             data = datasets.load_from_disk(source.repo)
             data = data[source.hub_split] if isinstance(data, datasets.DatasetDict) else data
         else:
-            data = datasets.load_dataset(source.repo, source.subset, split=source.hub_split, revision=source.revision, streaming=True)
+            data = datasets.load_dataset(
+                source.repo, source.subset, split=source.hub_split, revision=source.revision, streaming=True
+            )
         for number, row in enumerate(data, start=1):
             yield f"{source.repo}:{source.hub_split}", number, row
     except (OSError, ValueError, KeyError) as e:
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise DataError(f"data set {source.repo!r} split {source.hub_split!r} cannot be read ({reason}); check repo, subset, hub_split and the network") from e
+        raise DataError(
+            f"data set {source.repo!r} split {source.hub_split!r} cannot be read ({reason}); "
+            "check repo, subset, hub_split and the network"
+        ) from e
 
 
 def _remedy(source: Source) -> str:
-    return "see rejects.parquet for the reasons" if isinstance(source, PromptsSource) else "set its `fields` to the names of its columns"
+    return (
+        "see rejects.parquet for the reasons"
+        if isinstance(source, PromptsSource)
+        else "set its `fields` to the names of its columns"
+    )

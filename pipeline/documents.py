@@ -1,10 +1,10 @@
 """From a corpus to documents: read, regenerate, render. What is finished is found again by its digests.
 
-    data/<target>/<corpus>-<digest12>/
-      documents.parquet   features.plan.DOCUMENT_SCHEMA
-      rejects.parquet     source, file, line, stage, reason, key
-      documents.json      the record, written last: digest of the inputs, counts, figures on the answers
-      config.toml
+data/<target>/<corpus>-<digest12>/
+  documents.parquet   features.plan.DOCUMENT_SCHEMA
+  rejects.parquet     source, file, line, stage, reason, key
+  documents.json      the record, written last: digest of the inputs, counts, figures on the answers
+  config.toml
 """
 
 from dataclasses import asdict
@@ -62,10 +62,13 @@ def build_documents(cfg: FeaturesConfig, front: TargetFront) -> tuple[pa.Table, 
     rejects += bad
     _write(pa.Table.from_pylist([asdict(r) for r in rejects], schema=REJECTS_SCHEMA), folder / "rejects.parquet")
     if not rows:
-        raise DataError(f"none of the {len(conversations) + len(rejects)} rows of corpus {cfg.name!r} became a document; see the reasons in {folder / 'rejects.parquet'}")
+        raise DataError(
+            f"none of the {len(conversations) + len(rejects)} rows of corpus {cfg.name!r} became a document; "
+            f"see the reasons in {folder / 'rejects.parquet'}"
+        )
     documents = pa.Table.from_pylist(rows, schema=DOCUMENT_SCHEMA)
     _write(documents, folder / "documents.parquet")
-    supervised = sum(sum(r["loss_mask"]) for r in rows)
+    supervised = sum(int(r["loss_mask"].sum()) for r in rows)
     tokens = sum(len(r["token_ids"]) for r in rows)
     record = {
         "inputs": inputs,
@@ -88,7 +91,9 @@ def build_documents(cfg: FeaturesConfig, front: TargetFront) -> tuple[pa.Table, 
     return documents, record
 
 
-def _render(cfg: FeaturesConfig, renderer: Renderer, dialogues: list[Dialogue]) -> tuple[list[dict[str, Any]], list[Reject]]:
+def _render(
+    cfg: FeaturesConfig, renderer: Renderer, dialogues: list[Dialogue]
+) -> tuple[list[dict[str, Any]], list[Reject]]:
     rows: dict[str, dict[str, Any]] = {}
     rejects = []
     with Progress(len(dialogues), "render", "conversations", enabled=len(dialogues) > 5000) as progress:
@@ -106,7 +111,9 @@ def _render(cfg: FeaturesConfig, renderer: Renderer, dialogues: list[Dialogue]) 
             for r in rendered:
                 document = document_id(r.token_ids_S, r.loss_mask_S)
                 if document in rows:
-                    rejects.append(Reject(c.source, c.file, c.line, "render", f"same tokens as document {document}", c.key))
+                    rejects.append(
+                        Reject(c.source, c.file, c.line, "render", f"same tokens as document {document}", c.key)
+                    )
                     continue
                 rows[document] = {
                     "document": document,

@@ -95,9 +95,9 @@ class SlabLayer(DynamicLayer):
 class Generator:
     """Writes answers greedily or by sampling; a finished answer makes room for a waiting prompt.
 
-    A row's tokens do not depend on the other rows: padding is masked, positions count real tokens, and draws come from a
-    generator seeded by (seed, key, step). What remains is the rounding of matrix products (about 1e-6 in fp32), which
-    can only turn a choice between two tokens that are that close; the same requests in the same call give the same bits.
+    A row's tokens do not depend on the other rows: padding is masked, positions count real tokens, and draws come from
+    a generator seeded by (seed, key, step). What remains is the rounding of matrix products (about 1e-6 in fp32), which
+    can only turn a choice between two tokens that close; the same requests in the same call give the same bits.
     """
 
     def __init__(self, target: Target, cfg: RegenerateConfig):
@@ -191,7 +191,10 @@ class Generator:
         for row, request in enumerate(self.places):
             tokens = self.tokens[row]
             if request is not None and (tokens[-1] in stop or len(tokens) >= request.max_new_tokens):
-                self.places[row], self.tokens[row] = None, []  # the place goes on being computed until it is taken or cut
+                self.places[row], self.tokens[row] = (
+                    None,
+                    [],
+                )  # the place goes on being computed until it is taken or cut
                 text = self.target.tokenizer.decode(tokens, skip_special_tokens=True)
                 yield Response(request.key, text, tokens, "stop" if tokens[-1] in stop else "length")
 

@@ -4,6 +4,7 @@ A row is one unit of work whose result is kept by whoever receives it before the
 ask again for what is missing: Ray repeats a task whose actor died, and a run that ends early is started anew.
 """
 
+import contextlib
 import logging
 import os
 import warnings
@@ -23,22 +24,29 @@ def start_ray(cfg: RayConfig) -> None:
         ResourceError: the cluster does not answer.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else its C++ side prints hints for Ray's own developers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     import ray
 
+    for name in ("ray.data", "ray.data._internal"):  # Ray Data resets the level of the first when it runs
+        logging.getLogger(name).setLevel(logging.ERROR)
     if not ray.is_initialized():
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
             if cfg.address == "local":
                 # what the object store holds is rows and receipts: token ids, 5 bytes a token, never hidden states
-                ray.init("local", num_cpus=cfg.num_cpus, include_dashboard=False, object_store_memory=256 * 2**20, **quiet)
+                ray.init(
+                    "local", num_cpus=cfg.num_cpus, include_dashboard=False, object_store_memory=256 * 2**20, **quiet
+                )
             else:
                 ray.init(cfg.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as e:
             reason = str(e).strip().splitlines()[0]
-            raise ResourceError(f"Ray at {cfg.address!r} does not answer ({reason}); start it, or set ray.address (RAY_ADDRESS) to a running cluster") from e
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+            raise ResourceError(
+                f"Ray at {cfg.address!r} does not answer ({reason}); start it, or set ray.address (RAY_ADDRESS) "
+                "to a running cluster"
+            ) from e
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -79,6 +87,8 @@ def run_pool(rows: list[pa.Table], work: type, arguments: dict[str, Any], cfg: R
     import ray
 
     start_ray(cfg)
+    # The limit on a task's repetitions has no named parameter yet, and the actor itself may restart without end.
+    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
     actors, cpus, threads = actors_and_cpus(cfg)
     data = ray.data.from_arrow(rows).map_batches(
         work,
@@ -89,7 +99,6 @@ def run_pool(rows: list[pa.Table], work: type, arguments: dict[str, Any], cfg: R
         compute=ray.data.ActorPoolStrategy(size=min(actors, len(rows))),
         num_cpus=cpus,
         num_gpus=cfg.gpus_per_actor or None,
-        max_restarts=cfg.max_failures,
         max_task_retries=cfg.max_failures,
     )
     yield from data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
@@ -98,7 +107,7 @@ def run_pool(rows: list[pa.Table], work: type, arguments: dict[str, Any], cfg: R
 def run_until_done(
     missing: Callable[[], list[pa.Table]], work: type, arguments: dict[str, Any], cfg: RayConfig
 ) -> Iterator[pa.Table]:
-    """`run_pool` over what `missing()` gives, again after a death that Ray could not mend, as long as there is progress.
+    """`run_pool` over what `missing()` gives, again after a death that Ray could not mend while there is progress.
 
     Raises:
         FlashdraftError: what the work raised.
@@ -116,7 +125,9 @@ def run_until_done(
             cause = _cause(e)
             if isinstance(cause, FlashdraftError):
                 raise cause from e
-            if not isinstance(cause, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError | ray.exceptions.NodeDiedError):
+            if not isinstance(
+                cause, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError | ray.exceptions.NodeDiedError
+            ):
                 raise
             failures += 1
             if failures >= 2:
@@ -134,3 +145,16 @@ def _cause(e: BaseException) -> BaseException:
         if not isinstance(inner, BaseException):
             return e
         e = inner
+
+
+@contextlib.contextmanager
+def ray_for_this_run() -> Iterator[None]:
+    """Whatever Ray was started inside of the block ends with it; one that the caller had goes on."""
+    import ray
+
+    had = ray.is_initialized()
+    try:
+        yield
+    finally:
+        if not had and ray.is_initialized():
+            ray.shutdown()

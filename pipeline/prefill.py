@@ -40,7 +40,9 @@ def batches(documents: list[Document], batch_tokens: int) -> Iterator[list[Docum
         waiting = waiting[n:]
 
 
-def features_of(target: Target, documents: list[Document], batch_tokens: int, top_k: int = 0) -> Iterator[DocumentFeatures]:
+def features_of(
+    target: Target, documents: list[Document], batch_tokens: int, top_k: int = 0
+) -> Iterator[DocumentFeatures]:
     """Features of every document, in the order of `batches`.
 
     When memory runs out the batch is halved and tried again; a single document that does not fit is handed over with
@@ -123,7 +125,9 @@ def _nested(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     """A column of lists as one list of lists."""
     lists = column.combine_chunks()
     lists = lists.chunk(0) if isinstance(lists, pa.ChunkedArray) else lists
-    lists = pa.ListArray.from_arrays(pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32()), lists.flatten())
+    lists = pa.ListArray.from_arrays(
+        pa.array(lists.offsets.to_numpy() - lists.offsets[0].as_py(), pa.int32()), lists.flatten()
+    )
     return pa.ListArray.from_arrays(pa.array([0, len(lists)], pa.int32()), lists.cast(pa.list_(kind)))
 
 
@@ -131,9 +135,7 @@ def documents_of(row: pa.Table) -> list[Document]:
     """The inverse of `shard_row`, without copying the tokens."""
     ids = row["document"][0].as_py()
     tokens, masks = row["token_ids"][0].values, row["loss_mask"][0].values
-    return [
-        Document(d, tokens[i].values.to_numpy(), masks[i].values.to_numpy()) for i, d in enumerate(ids)
-    ]
+    return [Document(d, tokens[i].values.to_numpy(), masks[i].values.to_numpy()) for i, d in enumerate(ids)]
 
 
 class Prefiller:

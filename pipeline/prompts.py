@@ -1,3 +1,4 @@
+# ruff: noqa: E501, SIM905
 """The prompts of the default corpus: a seeded generator over templates written for this project.
 
     for prompt in generate_prompts(count=600, heldout=64, seed=0): ...
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 Slots = Callable[[random.Random], dict[str, object]]
 
+# fmt: off
 NAMES = "Ada Ben Carla Dmitri Elif Farid Grace Hugo Ines Jonas Kira Liam Mona Nadia Omar Paula Quinn Rosa Sami Tara".split()
 FRUITS = "apples pears plums oranges peaches lemons figs mangoes apricots cherries".split()
 GOODS = "notebooks pencils postcards candles marbles stickers tickets buttons seeds balloons".split()
@@ -63,6 +65,7 @@ STRING_TASKS = [
     "returns the initials of a full name",
 ]
 CLASSES = "a bank account;a shopping cart;a stack;a queue;a bookshelf;a timer;a playlist;a parking lot".split(";")
+# fmt: on
 SENTENCES = [
     "The meeting was moved to Thursday because the room was not free.",
     "We was going to the store when the rain starts.",

@@ -99,12 +99,19 @@ def _request(d: Dialogue, renderer: Renderer, cfg: FeaturesConfig) -> Request:
     ids = renderer.prompt_ids(tuple(d.messages), d.conversation.tools)
     room = cfg.target.max_length - len(ids)
     if room < cfg.render.min_supervised:
-        raise BadSample(f"the prompt of {len(ids)} tokens leaves no room for an answer within max_length {cfg.target.max_length}")
+        raise BadSample(
+            f"the prompt of {len(ids)} tokens leaves no room for an answer within max_length {cfg.target.max_length}"
+        )
     return Request(content_key(d.messages, d.conversation.tools), ids, min(room, cfg.regenerate.max_new_tokens))
 
 
 def _answer_all(
-    cfg: FeaturesConfig, front: TargetFront, asking: list[Dialogue], requests: list[Request], responses: Responses, round_: int
+    cfg: FeaturesConfig,
+    front: TargetFront,
+    asking: list[Dialogue],
+    requests: list[Request],
+    responses: Responses,
+    round_: int,
 ) -> dict[str, str]:
     """Have every request's answer in `responses`; returns key -> reason for those that failed."""
     missing = [r for r in requests if r.key not in responses]
@@ -129,7 +136,12 @@ def _answer_all(
             asked = [(r, by_key[r.key].messages, by_key[r.key].conversation.tools) for r in missing]
             for rows, errors in answer_over_http(cfg.regenerate, cfg.target.chat_template_args, asked):
                 failed |= errors
-                keep([r | {"repetition": repetition(r["token_ids"] or front.tokenizer(r["text"])["input_ids"])} for r in rows])
+                keep(
+                    [
+                        r | {"repetition": repetition(r["token_ids"] or front.tokenizer(r["text"])["input_ids"])}
+                        for r in rows
+                    ]
+                )
         else:
             for rows in _on_actors(cfg, requests, responses):
                 keep(rows)
@@ -193,7 +205,11 @@ class Writer:
 
 
 def _identity(cfg: FeaturesConfig, front: TargetFront) -> dict[str, Any]:
-    target = {"dtype": cfg.target.dtype, "chat_template_args": cfg.target.chat_template_args, "max_length": cfg.target.max_length}
+    target = {
+        "dtype": cfg.target.dtype,
+        "chat_template_args": cfg.target.chat_template_args,
+        "max_length": cfg.target.max_length,
+    }
     return front.source_identity() | target | cfg.regenerate.identity()
 
 

@@ -53,7 +53,9 @@ class Renderer:
         stop_ids: tokens that end an answer.
     """
 
-    def __init__(self, cfg: TargetConfig, tokenizer: Any, template: str, stop_ids: frozenset[int], min_supervised: int = 2):
+    def __init__(
+        self, cfg: TargetConfig, tokenizer: Any, template: str, stop_ids: frozenset[int], min_supervised: int = 2
+    ):
         self.cfg, self.tokenizer, self.template, self.stop_ids = cfg, tokenizer, template, stop_ids
         self.min_supervised = min_supervised
         self.has_generation_tags = "{% generation" in template or "{%- generation" in template
@@ -69,7 +71,9 @@ class Renderer:
     def prompt_ids(self, messages: Messages, tools: Any = None) -> list[int]:
         return self._tokens(self.prompt(messages, tools))
 
-    def conversation(self, messages: Messages, tools: Any = None, answers: dict[int, "Answer"] | None = None) -> Rendered:
+    def conversation(
+        self, messages: Messages, tools: Any = None, answers: dict[int, "Answer"] | None = None
+    ) -> Rendered:
         """One document of the whole conversation.
 
         Args:
@@ -87,13 +91,18 @@ class Renderer:
         final = (answers or {}).get(last)
         emitted = final is not None and final.ids is not None
         # what the target emitted last needs no rendering: it follows the prompt
-        full, tagged = (self.prompt(messages[:last], tools), []) if emitted else self._apply(messages[: last + 1], tools, False)
+        full, tagged = (
+            (self.prompt(messages[:last], tools), []) if emitted else self._apply(messages[: last + 1], tools, False)
+        )
         segments: list[_Segment] = []
         done = 0
         for i in turns:
             prompt = self.prompt(messages[:i], tools)
             if not full.startswith(prompt) or len(prompt) < done:
-                raise BadSample(f"the template's text before turn {i} is no prefix of the whole conversation's; use render.rows = 'turn'")
+                raise BadSample(
+                    f"the template's text before turn {i} is no prefix of the whole conversation's; "
+                    "use render.rows = 'turn'"
+                )
             segments.append(_Segment(full[done : len(prompt)], False))
             done = len(prompt)
             if i == last and emitted:
@@ -101,14 +110,20 @@ class Renderer:
                 break
             after = full if i == last else self._apply(messages[: i + 1], tools, False)[0]
             if not full.startswith(after) or len(after) <= len(prompt):
-                raise BadSample(f"the template's text of turn {i} changes when later turns follow; use render.rows = 'turn'")
-            segments += self._answer_segments(i, messages[i], full[len(prompt) : len(after)], len(prompt), tagged, (answers or {}).get(i))
+                raise BadSample(
+                    f"the template's text of turn {i} changes when later turns follow; use render.rows = 'turn'"
+                )
+            segments += self._answer_segments(
+                i, messages[i], full[len(prompt) : len(after)], len(prompt), tagged, (answers or {}).get(i)
+            )
             done = len(after)
         segments.append(_Segment(full[done:], False))
         return self._join(segments, len(messages))
 
-    def turns(self, messages: Messages, tools: Any = None, answers: dict[int, "Answer"] | None = None) -> list[Rendered]:
-        """One document per assistant turn, each as it is at inference: earlier turns as the template then shows them."""
+    def turns(
+        self, messages: Messages, tools: Any = None, answers: dict[int, "Answer"] | None = None
+    ) -> list[Rendered]:
+        """One document per assistant turn, as at inference: earlier turns as the template then shows them."""
         indices = [i for i, m in enumerate(messages) if m["role"] == "assistant" and (answers is None or i in answers)]
         if not indices:
             raise BadSample("no assistant turn")
@@ -119,7 +134,13 @@ class Renderer:
         return rows
 
     def _answer_segments(
-        self, i: int, message: dict[str, Any], text: str, start: int, tagged: list[tuple[int, int]], answer: "Answer | None"
+        self,
+        i: int,
+        message: dict[str, Any],
+        text: str,
+        start: int,
+        tagged: list[tuple[int, int]],
+        answer: "Answer | None",
     ) -> list[_Segment]:
         """`text` is what the template writes for turn `i`, after the generation prompt, `start` characters in."""
         content, reasoning = message["content"], message.get("reasoning_content") or ""
@@ -168,7 +189,9 @@ class Renderer:
         token_ids, loss_mask = np.array(ids[:limit], np.int32), np.array(mask[:limit], np.uint8)
         supervised = int(loss_mask.sum())
         if supervised == 0:
-            raise BadSample("no supervised token" + (f" within max_length {limit} of its {whole} tokens" if whole > limit else ""))
+            raise BadSample(
+                "no supervised token" + (f" within max_length {limit} of its {whole} tokens" if whole > limit else "")
+            )
         if supervised == len(loss_mask) and turns > 1:
             raise BadSample("every token is supervised although there are other turns; the template hides them")
         if supervised < self.min_supervised:

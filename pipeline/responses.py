@@ -44,7 +44,9 @@ class Responses:
             try:
                 self._index(pq.read_table(path, schema=SCHEMA))
             except (pa.ArrowException, OSError) as e:
-                raise DataError(f"{path} is not readable ({e}); delete it, and its answers are asked for again") from None
+                raise DataError(
+                    f"{path} is not readable ({e}); delete it, and its answers are asked for again"
+                ) from None
 
     def __contains__(self, key: str) -> bool:
         return key in self._where

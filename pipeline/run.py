@@ -1,7 +1,7 @@
 """The whole way from a corpus to a finished store; every step finds its finished work again.
 
-    result = build_features(resolve("smollm2-135m", "demo"))
-    store = FeatureStore.open(result.store_path)
+result = build_features(resolve("smollm2-135m", "demo"))
+store = FeatureStore.open(result.store_path)
 """
 
 import json
@@ -25,6 +25,7 @@ from infra.provenance import write_json
 from pipeline.config import FeaturesConfig
 from pipeline.documents import build_documents
 from pipeline.front import TargetFront
+from pipeline.pool import ray_for_this_run, run_until_done
 from pipeline.prefill import Prefiller, shard_row
 from pipeline.responses import load_json
 
@@ -57,7 +58,11 @@ def build_features(cfg: FeaturesConfig) -> FeaturesResult:
     Raises:
         FlashdraftError: see the steps; what is finished is kept, and the same call goes on from there.
     """
-    began = time.monotonic()
+    with ray_for_this_run():
+        return _build(cfg, time.monotonic())
+
+
+def _build(cfg: FeaturesConfig, began: float) -> FeaturesResult:
     front = TargetFront(cfg.target)
     documents, record = build_documents(cfg, front)
     plan = make_plan(documents, cfg.prefill.shard_tokens)
@@ -78,7 +83,8 @@ def build_features(cfg: FeaturesConfig) -> FeaturesResult:
     check_room(uri, spec, plan, max_bytes=cfg.prefill.max_bytes, missing=_missing_if_there(uri))
     writer = create_store(root, spec, plan)
     computed, tokens, seconds = 0, 0, 0.0
-    for receipt, seconds in prefill(cfg, writer, documents, guess.tokens):
+    for receipt, elapsed in prefill(cfg, writer, documents, guess.tokens):
+        seconds = elapsed
         computed += 1
         tokens += receipt["tokens"]
     throughput = tokens / seconds if tokens else None
@@ -97,8 +103,6 @@ def prefill(
     missing = writer.missing_shards()
     if not missing:
         return
-    from pipeline.pool import run_until_done
-
     rows_of = {d: i for i, d in enumerate(documents["document"].to_pylist())}
     arguments = {
         "target": cfg.target.model_dump(mode="json"),
@@ -107,7 +111,9 @@ def prefill(
         "top_k": cfg.prefill.top_k,
         "cwd": os.getcwd(),
     }
-    lengths = pc.sum(writer.plan.filter(pc.is_in(writer.plan["shard"], pa.array(missing, pa.int32())))["length"]).as_py()
+    lengths = pc.sum(
+        writer.plan.filter(pc.is_in(writer.plan["shard"], pa.array(missing, pa.int32())))["length"]
+    ).as_py()
     done = {"documents": 0, "bytes": 0, "rejects": 0}
     with Progress(total_tokens, "prefill", "tokens", start=total_tokens - lengths) as progress:
         tasks = lambda: [shard_row(writer, s, rows_of, documents) for s in writer.missing_shards()]  # noqa: E731
@@ -117,7 +123,12 @@ def prefill(
                 done["documents"] += receipt["documents"]
                 done["bytes"] += receipt["bytes"]
                 done["rejects"] += receipt["rejected"]
-                progress.update(receipt["tokens"], documents=done["documents"], stored=show_bytes(done["bytes"]), rejects=done["rejects"])
+                progress.update(
+                    receipt["tokens"],
+                    documents=done["documents"],
+                    stored=show_bytes(done["bytes"]),
+                    rejects=done["rejects"],
+                )
                 yield receipt, time.monotonic() - progress.began
 
 
