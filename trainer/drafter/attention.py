@@ -197,6 +197,8 @@ def _context_calls(ranges: ContextRanges, K: int, R: int, window: int | None, dt
         ends = ranges.sorted_end_N[c.first : c.last]
         if window is not None and c.stop + K - 1 - c.start >= window:
             lo = max(c.start, c.shared - window + 1)
+            if lo >= c.stop:  # window 1: a query sees only itself (and the kernel divides by the number of keys)
+                continue
             yield slice(c.first * per, c.last * per), lo, c.stop, *_bias(ends, lo, c.stop, K, R, window, dtype)
             continue
         if c.shared - c.start < _MIN_SHARED and c.stop > c.shared:
