@@ -1,12 +1,18 @@
 """A tiny real target, and proposers that no trained drafter resembles."""
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
 
 from eval.decode import DecodeSettings, plain_decode
+from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
+from features.spec import FeatureSpec
 from features.target import load_target
 from features.target_config import load_target_config
+from features.writer import DocumentFeatures, create_store
+from trainer.drafter.checkpoint import save_drafter
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.init import init_random
 from trainer.drafter.model import Drafter
@@ -110,3 +116,48 @@ def long_texts(tiny):
 def drafter(tiny, make_drafter, long_texts):
     """Half-trained on half of the prompts: accepted lengths of every kind."""
     return _train(make_drafter(), tiny, long_texts[: len(long_texts) // 2], 60)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tiny, drafter, make_drafter, long_texts, tmp_path_factory):
+    """A run folder as a trainer leaves it, and a store with held-out documents in fp32."""
+    root = tmp_path_factory.mktemp("eval-run")
+    save_drafter(drafter, root / "runs" / "demo" / "drafter")
+    save_drafter(make_drafter(seed=9), root / "runs" / "demo" / "drafter-init")
+    (root / "runs" / "demo" / "config.toml").write_text('model = "tiny"\n')
+    rows = []
+    for trace in long_texts:
+        mask = [0] * len(trace.prompt_ids) + [1] * len(trace.answer_ids)
+        rows.append(
+            {
+                "document": document_id(trace.text_ids, mask),
+                "token_ids": trace.text_ids,
+                "loss_mask": mask,
+                "source": "stories" if len(rows) % 2 else "letters",
+                "split": "heldout",
+                "prompt_length": len(trace.prompt_ids),
+            }
+        )
+    documents = pa.Table.from_pylist(rows, schema=DOCUMENT_SCHEMA)
+    spec = FeatureSpec(
+        target="tiny", **tiny.source_identity(), tap_layer_ids=tiny.config.tap_layer_ids, hidden_size=tiny.hidden_size,
+        storage_dtype="fp32", max_length=256, corpus_digest=corpus_digest(documents), shard_tokens=512,
+    )  # fmt: skip
+    writer = create_store(str(root / "store"), spec, make_plan(documents, spec.shard_tokens))
+    by_id = {row["document"]: row for row in rows}
+    for shard in writer.missing_shards():
+        features = []
+        for document in writer.shard_plan(shard)["document"].to_pylist():
+            ids = torch.tensor(by_id[document]["token_ids"])
+            features.append(
+                DocumentFeatures(
+                    document=document,
+                    token_ids_S=ids.int().numpy(),
+                    loss_mask_S=np.array(by_id[document]["loss_mask"], np.uint8),
+                    hidden_SLD=tiny.forward(ids[None], logits="none").hidden_BSLD[0],
+                    target_logprob_S=np.zeros(len(ids), np.float32),
+                )
+            )
+        writer.write_shard(shard, features)
+    writer.finish()
+    return root
