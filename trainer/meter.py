@@ -38,7 +38,7 @@ class Meter:
         self.sums[3, 1] += terms.run_A[blocks].sum().cpu()
 
     def reduce(self, world: World) -> dict[str, float]:
-        """`accuracy`, `accuracy_k`, `cross_entropy`, `tau_hat`; every rank calls it. Empty if nothing was supervised."""
+        """`accuracy`, `accuracy_k`, `cross_entropy`, `tau_hat`; every rank calls it. Empty without supervision."""
         slots, correct, nll, runs = world.sum(self.sums)
         self._reset()
         out: dict[str, float] = {}

@@ -118,8 +118,8 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
                 if skipped_in_row >= cfg.train.max_skipped:
                     raise TrainingError(
                         f"{skipped_in_row} steps in a row had a non-finite loss or gradient, the last at step {step} "
-                        f"with documents {', '.join(documents[:4])}; see {run.path}/skipped.rank*.jsonl, lower optim.lr, or "
-                        f"verify the store with python -m features verify {store.uri}"
+                        f"with documents {', '.join(documents[:4])}; see {run.path}/skipped.rank*.jsonl, lower "
+                        f"optim.lr, or verify the store with python -m features verify {store.uri}"
                     )
             else:
                 skipped_in_row = 0
