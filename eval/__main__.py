@@ -21,7 +21,7 @@ def run(argv: list[str]) -> int | None:
     p.add_argument("--store", help="feature store of the suite heldout")
     p.add_argument("--out", help="folder for report.json")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="any field of eval.config.EvalConfig")
-    args = p.parse_args(argv)
+    args = p.parse_intermixed_args(argv)  # options may follow overrides
 
     from eval.config import EvalConfig
     from infra.config import apply_overrides, validate
