@@ -9,18 +9,11 @@ import torch.nn.functional as F
 from eval.decode import DecodeSettings, plain_decode
 from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
 from features.spec import FeatureSpec
-from features.target import load_target
-from features.target_config import load_target_config
 from features.writer import DocumentFeatures, create_store
 from trainer.drafter.checkpoint import save_drafter
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.init import init_random
 from trainer.drafter.model import Drafter
-
-
-@pytest.fixture(scope="session")
-def tiny():
-    return load_target(load_target_config("tiny"))
 
 
 class Scripted:
