@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from infra.errors import StoreError
 
+SINGLE_PUT_BYTES = 16 * 2**20
 IOV = 512  # buffers per writev; the kernel's limit is 1024
 
 
@@ -126,12 +127,21 @@ class LocalFiles:
         return aside
 
 
+_obstore_process: dict[str, int] = {}
+
+
 class ObjectFiles:
     """A prefix of a bucket, through obstore; credentials and endpoint come from the usual environment variables."""
 
     def __init__(self, uri: str):
         import obstore.store
 
+        # obstore's threads do not live on in a forked child, where its first request would wait for ever.
+        if (owner := _obstore_process.setdefault("pid", os.getpid())) != os.getpid():
+            raise StoreError(
+                f"store {uri} cannot be used in process {os.getpid()}, forked from process {owner} after that one had "
+                "used an object store; start such workers with the 'spawn' method"
+            )
         self.uri = uri.rstrip("/")
         with self._explained():
             self.store = obstore.store.from_url(self.uri)
@@ -180,7 +190,10 @@ class ObjectFiles:
     def write_parts(self, path: str, parts: Sequence[Any]) -> None:
         import obstore
 
-        obstore.put(self.store, path, _joined(parts, 16 * 2**20), use_multipart=True)
+        if sum(memoryview(p).nbytes for p in parts) <= SINGLE_PUT_BYTES:
+            obstore.put(self.store, path, b"".join(parts), use_multipart=False)
+        else:
+            obstore.put(self.store, path, _joined(parts, 16 * 2**20), use_multipart=True)
 
     def list(self, prefix: str) -> list[str]:
         import obstore

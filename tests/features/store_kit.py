@@ -72,6 +72,57 @@ def features_of(row, spec):
     )
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def die():
+    raise Killed
+
+
+class FragileFiles:
+    """Real files, with an accident before, in the middle of, or after their n-th changing operation."""
+
+    def __init__(self, files, at, moment, accident):
+        self.files, self.left, self.moment, self.accident = files, at, moment, accident
+
+    def __getattr__(self, name):  # what changes nothing
+        return getattr(self.files, name)
+
+    def _step(self, operation, partly=None):
+        self.left -= 1
+        if self.left == 0 and self.moment == "before":
+            self.accident()
+        if self.left == 0 and self.moment == "middle" and partly is not None:
+            partly()
+            self.accident()
+        result = operation()
+        if self.left == 0 and self.moment == "after":
+            self.accident()
+        return result
+
+    def write(self, path, data):
+        return self._step(lambda: self.files.write(path, data))
+
+    def create(self, path, data):
+        aside = getattr(
+            self.files, "_aside", None
+        )  # a folder is left with a part of the aside file; a PUT with nothing
+        return self._step(
+            lambda: self.files.create(path, data), aside and (lambda: aside(path, data[: len(data) // 2]))
+        )
+
+    def write_parts(self, path, parts):
+        torn = [*parts[: len(parts) // 2], bytes(parts[-1])[:3]]
+        return self._step(lambda: self.files.write_parts(path, parts), lambda: self.files.write_parts(path, torn))
+
+    def move(self, source, destination):
+        return self._step(lambda: self.files.move(source, destination))
+
+    def remove(self, path):
+        return self._step(lambda: self.files.remove(path))
+
+
 class Corpus:
     """Documents, spec and plan together."""
 

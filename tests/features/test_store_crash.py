@@ -15,61 +15,15 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_kit import Corpus
+from store_kit import Corpus, FragileFiles, Killed, die
 
 from features.commits import read_commit
-from features.files import LocalFiles
 from features.reader import FeatureStore
 from features.verify import repair, verify_store
 from features.writer import StoreWriter, create_store
 from infra.errors import StoreError
 
 CORPUS = Corpus(n=14, max_length=24, shard_tokens=48, hidden_size=8, storage_dtype="fp8_e4m3")
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
-
-
-class FragileFiles(LocalFiles):
-    """The real folder, with an accident before, in the middle of, or after its n-th changing operation."""
-
-    def __init__(self, uri, at, moment, accident):
-        super().__init__(uri)
-        self.left, self.moment, self.accident = at, moment, accident
-
-    def _step(self, operation, partly=None):
-        self.left -= 1
-        if self.left == 0:
-            if self.moment == "before":
-                self.accident()
-            elif self.moment == "middle" and partly is not None:
-                partly()
-                self.accident()
-        result = operation()
-        if self.left == 0 and self.moment == "after":
-            self.accident()
-        return result
-
-    def write(self, path, data):
-        return self._step(lambda: super(FragileFiles, self).write(path, data))
-
-    def create(self, path, data):
-        return self._step(
-            lambda: super(FragileFiles, self).create(path, data), lambda: self._aside(path, data[: len(data) // 2])
-        )
-
-    def write_parts(self, path, parts):
-        def torn():
-            LocalFiles.write_parts(self, path, [*parts[: len(parts) // 2], bytes(parts[-1])[:3]])
-
-        return self._step(lambda: super(FragileFiles, self).write_parts(path, parts), torn)
-
-    def move(self, source, destination):
-        return self._step(lambda: super(FragileFiles, self).move(source, destination))
-
-    def remove(self, path):
-        return self._step(lambda: super(FragileFiles, self).remove(path))
 
 
 def documents(writer, shard, variant):
@@ -98,11 +52,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def fragile(self, at, moment, accident):
         writer = StoreWriter(self.uri)
-        writer.files = FragileFiles(self.uri, at, moment, accident)
+        writer.files = FragileFiles(writer.files, at, moment, accident)
         return writer
-
-    def die(self):
-        raise Killed
 
     @rule(shard=shards, variant=st.integers(0, 1))
     def write(self, shard, variant):
@@ -112,7 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(shard=shards, variant=st.integers(0, 1), at=st.integers(1, 12), moment=moments)
     def write_and_die(self, shard, variant, at, moment):
-        writer = self.fragile(at, moment, self.die)
+        writer = self.fragile(at, moment, die)
         with contextlib.suppress(Killed):
             writer.write_shard(shard, documents(writer, shard, variant))
 
@@ -130,7 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(at=st.integers(1, 8), moment=st.sampled_from(["before", "after"]))
     def finish_and_die(self, at, moment):
         with contextlib.suppress(Killed):
-            self.fragile(at, moment, self.die).finish()
+            self.fragile(at, moment, die).finish()
 
     @rule()
     def finish(self):
@@ -207,13 +158,9 @@ TestStoreMachine.settings = settings(
 @pytest.mark.parametrize("at", range(1, 12))
 def test_death_at_every_step(tmp_path, at, moment):
     """12 operations write a shard of five arrays: five objects, the commit, five moves."""
-
-    def die():
-        raise Killed
-
     create_store(str(tmp_path), CORPUS.spec, CORPUS.plan)
     writer = create_store(str(tmp_path), CORPUS.spec, CORPUS.plan)
-    writer.files = FragileFiles(writer.uri, at, moment, die)
+    writer.files = FragileFiles(writer.files, at, moment, die)
     for shard in range(writer.num_shards):
         try:
             writer.write_shard(shard, documents(writer, shard, 0))
