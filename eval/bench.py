@@ -1,4 +1,4 @@
-"""`make bench PART=replay`: tokens per second whose acceptance is known, by replay and by live decoding of the same text.
+"""`make bench PART=replay`: tokens per second whose acceptance is known, by replay and by live decoding of a text.
 
 Replay gives τ for every verify length at once; live decoding for one. Both run on the same machine in the same process,
 taking turns, on the target's greedy answers; the best of the repeats counts.
@@ -93,15 +93,14 @@ def features(target: Target, trace: Trace) -> Text:
 def untrained(target: Target) -> Drafter:
     """Three random layers: the slowest case of live decoding (τ near 1), the fastest of the head in replay."""
     cfg = target.config
-    drafter = Drafter(
-        DrafterConfig.for_target(
-            target.text_config,
-            block_size=cfg.block_size,
-            mask_token_id=cfg.mask_token_id,
-            target_layer_ids=cfg.tap_layer_ids,
-            num_hidden_layers=3,
-        )  # fmt: skip
+    shape = DrafterConfig.for_target(
+        target.text_config,
+        block_size=cfg.block_size,
+        mask_token_id=cfg.mask_token_id,
+        target_layer_ids=cfg.tap_layer_ids,
+        num_hidden_layers=3,
     )
+    drafter = Drafter(shape)
     init_random(drafter)
     return drafter.eval()
 

@@ -10,6 +10,7 @@ from typing import Any
 from eval.config import EvalConfig
 from eval.decode import DecodeSettings, decode, plain_decode
 from eval.figures import all_figures, save_figures
+from eval.page import page
 from eval.measure import SAMPLES, SuiteMeasurement, measure, summarise
 from eval.metrics import Cycles, tau_pooled
 from eval.prompts import HELDOUT, LoadedSuite
@@ -17,6 +18,7 @@ from eval.replay import replay
 from eval.report import (
     SCHEMA,
     cycles_table,
+    finite,
     flat_metrics,
     merge,
     read_report,
@@ -69,12 +71,13 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     kept = {name: samples(m, target.tokenizer, SAMPLES) for name, m in measured.items()}
     figures = all_figures(report, kept)
     figure_paths = save_figures(figures, out / "figures")
-    write_json(out / "samples.json", kept)
     _write_parquet(cycles_table(measured), out / "cycles.parquet")
     latest = report
     report = merge(report, read_report(out / "report.json"))
     path = write_report(out, report)
-    _log(cfg, out, latest, kept, figure_paths, path)
+    page_path = out / "report.html"
+    page_path.write_text(page(finite(report), _kept_samples(out, kept)))
+    _log(cfg, out, latest, kept, figure_paths, [path, page_path])
     return report
 
 
@@ -162,6 +165,14 @@ def output_folder(cfg: EvalConfig, checkpoint: Path) -> Path:
     return Path("runs") / f"eval-{checkpoint.resolve().name}"
 
 
+def _kept_samples(out: Path, kept: dict[str, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    """samples.json with the new suites put in: the page shows those of earlier evaluations too."""
+    path = out / "samples.json"
+    earlier = json.loads(path.read_text()) if path.is_file() else {}
+    write_json(path, {**earlier, **kept})
+    return {**earlier, **kept}
+
+
 def _write_parquet(table, path: Path) -> None:
     import pyarrow.parquet as pq
 
@@ -174,7 +185,7 @@ def _log(
     report: dict[str, Any],
     kept: dict[str, list[dict[str, Any]]],
     figures: list[Path],
-    path: Path,
+    files: list[Path],
 ) -> None:
     """The drafter's parent run gets the metrics (a column per suite in the UI), the child run everything."""
     tags = {"target": report["target"]["name"], "suites": ",".join(report["suites"])}
@@ -187,7 +198,8 @@ def _log(
             tracker.metrics({f"before/{k}": v for k, v in before.items() if k.startswith(("tau", "speedup"))})
         for figure in figures:
             tracker.artifact(figure, "figures")
-        tracker.artifact(path)
+        for file in files:
+            tracker.artifact(file)
         rows = [(suite, s) for suite, part in kept.items() for s in part]
         if rows:
             tracker.table(

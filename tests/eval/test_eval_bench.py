@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from eval.bench import run
 
 
@@ -11,4 +13,4 @@ def test_rows(in_tmp):
     assert len(rows) == 4
     for row in rows:
         assert {"what", "unit", "ours", "opponent", "opponent_name", "ratio"} <= row.keys()
-        assert row["ratio"] == row["ours"] / row["opponent"] and row["same_cycles"]
+        assert row["ratio"] == pytest.approx(row["ours"] / row["opponent"]) and row["same_cycles"]

@@ -60,6 +60,8 @@ def test_report_of_trained_and_untrained(here):
     assert report["drafter"]["weights_sha256"] != report["before"]["drafter"]["weights_sha256"]
     cycles = pq.read_table(here / "runs" / "demo" / "cycles.parquet")
     assert cycles.num_rows == trained["cycles"] + untrained["cycles"]
+    html = (here / "runs" / "demo" / "report.html").read_text()
+    assert "before training" in html and "class='answer'" in html and "http" not in html and "<script" not in html
     names = {p.name for p in (here / "runs" / "demo" / "figures").iterdir()}
     assert names == {"tau.png", "acceptance-heldout.png", "cycles-heldout.png"}
 
