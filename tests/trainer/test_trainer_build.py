@@ -1,0 +1,88 @@
+"""Recipes, schedules, and the refusals before the first step."""
+
+import math
+
+import pytest
+import torch
+
+from features.reader import FeatureStore
+from features.target_config import load_target_config
+from infra.config import load_config
+from infra.errors import ConfigError, SpecMismatch, StoreError
+from trainer.build import build_drafter, check_store, find_store
+from trainer.config import RECIPES, LossConfig, OptimConfig, SftConfig, changed_settings
+from trainer.engine import accumulation_steps, deepspeed_config, parameter_groups
+
+
+@pytest.mark.parametrize("recipe", [p.stem for p in RECIPES.glob("*.toml")])
+def test_every_recipe_loads(recipe):
+    cfg = load_config(SftConfig, RECIPES / f"{recipe}.toml")
+    assert cfg.stage == "sft"
+    assert "auto" not in str(deepspeed_config(cfg, 1))
+
+
+def test_the_papers_recipe():
+    cfg = load_config(SftConfig, RECIPES / "sft.toml")
+    assert (cfg.optim.lr, cfg.optim.warmup_ratio, cfg.optim.clip, cfg.train.epochs) == (6e-4, 0.04, 1.0, 6)
+    assert (cfg.data.anchors_per_document, cfg.drafter.num_hidden_layers) == (512, 5)
+    assert [LossConfig().resolved_gamma(k) for k in (16, 10, 8)] == [7, 5, 4]
+
+
+def test_learning_rate_schedule():
+    optim = OptimConfig(lr=1.0, warmup_ratio=0.1)
+    assert [optim.lr_at(s, 100) for s in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert optim.lr_at(55, 100) == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
+    assert optim.lr_at(100, 100) == pytest.approx(0.0)
+
+
+def test_batches_that_do_not_divide():
+    with pytest.raises(ConfigError, match=r"global_batch = 5 is not a multiple of data.documents_per_micro_batch = 2"):
+        load_config(SftConfig, RECIPES / "sft.toml", ["data.global_batch=5", "data.documents_per_micro_batch=2"])
+    cfg = load_config(SftConfig, RECIPES / "sft.toml")
+    assert [accumulation_steps(cfg, w) for w in (1, 2, 64)] == [64, 32, 1]
+    with pytest.raises(ConfigError, match="not a multiple of 48 ranks"):
+        accumulation_steps(cfg, 48)
+
+
+def test_changed_settings_are_named():
+    old = {"a": {"b": 1, "c": 2}, "d": 3}
+    assert changed_settings(old, {"a": {"b": 1, "c": 5}, "e": 4}) == {"a.c": (2, 5), "d": (3, None), "e": (None, 4)}
+
+
+def test_no_store_says_which_command_makes_one(in_tmp):
+    with pytest.raises(StoreError, match="run make features MODEL=tiny"):
+        find_store(SftConfig(model="tiny"), load_target_config("tiny"))
+
+
+def test_store_of_other_settings_is_refused(tiny_store):
+    store, cfg = FeatureStore.open(tiny_store), SftConfig(model="tiny")
+    target = load_target_config("tiny")
+    check_store(store, cfg, target)
+    for change, words in (
+        ({"tap_layer_ids": (1, 2, 4)}, r"tap_layer_ids \(1, 2, 3\).*\(1, 2, 4\)"),
+        ({"name": "other"}, "target 'tiny'.*'other'"),
+        ({"chat_template_args": {"enable_thinking": True}}, "chat_template_args {}.*enable_thinking"),
+    ):
+        with pytest.raises(SpecMismatch, match=words):
+            check_store(store, cfg, target.model_copy(update=change))
+
+
+def test_the_drafter_of_another_target_is_refused(tiny_store, tmp_path):
+    from trainer.drafter.checkpoint import save_drafter
+
+    store, target = FeatureStore.open(tiny_store), load_target_config("tiny")
+    cfg = SftConfig.model_validate({"model": "tiny", "drafter": {"num_hidden_layers": 1, "init": "random"}})
+    drafter = build_drafter(cfg, target, store, seed=0)
+    assert sum(p.requires_grad for p in drafter.parameters()) == len(list(drafter.parameters())) == 14
+    drafter.config = drafter.config.model_copy(update={"target_layer_ids": (0, 2, 3)})
+    save_drafter(drafter, tmp_path / "d")
+    start = SftConfig.model_validate({"model": "tiny", "drafter": {"start_from": str(tmp_path / "d")}})
+    with pytest.raises(SpecMismatch, match=r"target_layer_ids \(0, 2, 3\)"):
+        build_drafter(start, target, store, seed=0)
+
+
+def test_every_parameter_is_in_one_group():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    model[0].weight.requires_grad_(False)
+    groups = parameter_groups(model, 0.1)
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(3, 0.0)]
