@@ -10,9 +10,9 @@ from typing import Any
 from eval.config import EvalConfig
 from eval.decode import DecodeSettings, decode, plain_decode
 from eval.figures import all_figures, save_figures
-from eval.page import page
 from eval.measure import SAMPLES, SuiteMeasurement, measure, summarise
 from eval.metrics import Cycles, tau_pooled
+from eval.page import page
 from eval.prompts import HELDOUT, LoadedSuite
 from eval.replay import replay
 from eval.report import (
