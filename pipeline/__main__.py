@@ -11,6 +11,7 @@ def run() -> int:
         "--model", default="smollm2-135m", help="a target of features/targets or the path of a TOML file"
     )
     parser.add_argument("--corpus", default="demo", help="a corpus of pipeline/corpora or the path of a TOML file")
+    parser.add_argument("--run", default="", help="MLflow: the drafter's run that these features are for")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -25,7 +26,12 @@ def run() -> int:
     from pipeline.run import build_features
     from pipeline.summary import text
 
-    print(text(build_features(cfg)))
+    result = build_features(cfg)
+    print(text(result))
+    if not cfg.dry:
+        from pipeline.track import log_features
+
+        log_features(cfg, result, args.run)
     return 0
 
 
