@@ -2,7 +2,7 @@
 
 A writer's attempt at shard 7 goes through these steps, and may be killed before, in, or after any of them:
 
-    1. attempts/00000007-<attempt>/<array>   every array's object, under a name of its own
+    1. attempts/00000007-<attempt>-<array>   every array's object, under a name of its own
     2. commits/00000007.json                 put-if-absent, names the attempt and its objects' checksums: the winner
     3. <array>/c/7/...                       the winner's objects move to their Zarr names (`promote`)
 
@@ -50,7 +50,7 @@ def commit_path(shard: int) -> str:
 
 
 def attempt_path(shard: int, attempt: str, array: str) -> str:
-    return f"attempts/{shard:08d}-{attempt}/{array}"
+    return f"attempts/{shard:08d}-{attempt}-{array}"
 
 
 def read_commit(files: Files, shard: int) -> Commit | None:
@@ -112,7 +112,7 @@ def sweep_attempts(files: Files, layouts: dict[str, ArrayLayout], commits: dict[
     """
     left: dict[tuple[int, str], list[str]] = {}
     for path in files.list("attempts"):
-        shard, _, attempt = path.split("/")[1].partition("-")
+        shard, attempt, _ = path.removeprefix("attempts/").split("-")
         left.setdefault((int(shard), attempt), []).append(path)
     for (shard, attempt), paths in left.items():
         commit = commits.get(shard)

@@ -93,9 +93,15 @@ class LocalFiles:
             os.close(fd)
 
     def list(self, prefix: str) -> list[str]:
-        base = self.root / prefix
-        found = [p for p in base.rglob("*") if p.is_file() and not p.name.startswith(".")]
-        return sorted(p.relative_to(self.root).as_posix() for p in found)
+        def unless_gone(error: OSError) -> None:  # another process may be moving an attempt's objects just now
+            if not isinstance(error, FileNotFoundError):
+                raise error
+
+        found = []
+        for folder, _, names in os.walk(self.root / prefix, onerror=unless_gone):
+            below = Path(folder).relative_to(self.root).as_posix()
+            found += [f"{below}/{name}".removeprefix("./") for name in names if not name.startswith(".")]
+        return sorted(found)
 
     def size(self, path: str) -> int | None:
         try:
@@ -107,13 +113,9 @@ class LocalFiles:
         full = self.root / destination
         full.parent.mkdir(parents=True, exist_ok=True)
         os.replace(self.root / source, full)
-        with contextlib.suppress(OSError):
-            (self.root / source).parent.rmdir()  # the attempt's folder, once its last object has moved
 
     def remove(self, path: str) -> None:
         (self.root / path).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            (self.root / path).parent.rmdir()
 
     def _aside(self, path: str, data: bytes) -> Path:
         full = self.root / path

@@ -180,14 +180,7 @@ class StoreWriter:
         rows = self.shard_plan(shard).to_pylist()
         buffers, rejected = self._fill(shard, rows, documents)
         attempt = uuid.uuid4().hex[:12]
-        objects = {}
-        try:
-            for name, layout in self.layouts.items():
-                objects[name] = self._put(layout, shard, attempt, buffers.pop(name))
-        except FileNotFoundError:  # `finish` of another process swept the attempt: the shard is committed
-            if (commit := cm.read_commit(self.files, shard)) is None:
-                raise
-            return self._receipt(commit, won=False)
+        objects = {n: self._put(layout, shard, attempt, buffers.pop(n)) for n, layout in self.layouts.items()}
         gone = {r[0] for r in rejected}
         commit = cm.Commit(
             shard=shard,
