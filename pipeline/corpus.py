@@ -84,7 +84,7 @@ def _conversations(name: str, source: Source, heldout_share: float) -> Iterator[
                 content_key(messages), messages, f"{p.category}/{p.template}", p.split, f"prompts:{name}", i
             )
         return
-    from features.spec import split_of
+    from features.plan import split_of
 
     rows = _file_rows(source) if isinstance(source, FilesSource) else _hub_rows(source)
     number = 0

@@ -51,8 +51,11 @@ class Dialogue:
             self.read += 1
         return bool(self.messages) and self.messages[-1]["role"] in ("user", "tool")
 
-    def answer(self, row: dict[str, Any]) -> None:
-        self.answers[len(self.messages)] = Answer(row["text"], row["token_ids"], row["finish_reason"] == "stop")
+    def answer(self, row: dict[str, Any], stop_ids: frozenset[int]) -> None:
+        ids, finished = row["token_ids"], row["finish_reason"] == "stop"
+        if finished and ids and ids[-1] not in stop_ids:
+            ids = None  # some servers leave the stop token out: then the text is rendered and tokenised again
+        self.answers[len(self.messages)] = Answer(row["text"], ids, finished)
         self.messages.append({"role": "assistant", "content": row["text"]})
 
 
@@ -88,7 +91,7 @@ def regenerate(
                 rejects.append(_reject(d.conversation, failed[key]))
                 continue
             used[key] = responses[key]
-            d.answer(used[key])
+            d.answer(used[key], front.stop_ids)
             open_.append(d)
     gone = {r.key for r in rejects}
     figures = statistics(used.values())

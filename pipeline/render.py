@@ -158,8 +158,14 @@ class Renderer:
             skip = len(EMPTY_THINKING.match(text)[0])
         else:
             skip = max(text.find(content.strip()), 0)  # what the template puts before it, as an empty think block
+        if answer is not None and not answer.finished:
+            end = skip + len(content.strip())  # the marker after an answer that was cut off is the template's
+            return [_Segment(text[:skip], False), _Segment(text[skip:end], True), _Segment(text[end:], False)]
         ids = self._tokens(text[skip:])
         stops = [n for n, t in enumerate(ids) if t in self.stop_ids]
+        if not stops and content.strip() and "tool_calls" not in message:
+            end = text.rfind(content.strip()) + len(content.strip())  # what follows is the template's
+            return [_Segment(text[:skip], False), _Segment(text[skip:end], True), _Segment(text[end:], False)]
         end = stops[-1] + 1 if stops else len(ids)
         return [_Segment(text[:skip], False), _Segment("", True, ids[:end]), _Segment("", False, ids[end:])]
 

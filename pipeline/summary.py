@@ -13,7 +13,7 @@ def text(result: FeaturesResult) -> str:
     rate = f"{result.throughput:,.0f} tokens/s prefill" if result.throughput else "nothing to compute"
     lines = [
         f"store        {result.store_path}" + ("" if result.complete else "  (not complete)"),
-        f"documents    {c['stored_documents']:,} ({splits}) · {c['stored_tokens']:,} tokens, {share:.0%} of them by the "
+        f"documents    {c['stored_documents']:,} ({splits}) · {c['stored_tokens']:,} tokens, {share:.0%} by the "
         f"target · {show_bytes(result.bytes)}",
         f"left out     {left_out:,}" + (f" · reasons in {result.work_folder}/rejects.parquet" if left_out else ""),
         f"this run     {c['computed_shards']} of {c['shards']} shards · {rate} · {duration(result.seconds)}",

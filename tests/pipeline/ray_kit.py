@@ -1,0 +1,62 @@
+"""Small corpora and runs for the tests that start Ray."""
+
+import json
+
+import numpy as np
+import torch
+
+from features.reader import FeatureStore
+from pipeline.config import resolve
+
+
+def corpus_file(folder, rows=24):
+    """A corpus with answers of mixed lengths, and its TOML; nothing to regenerate."""
+    data = [
+        {"prompt": f"Question {i}: {'why ' * (i % 7)}?", "response": f"Answer {i}. " + "because " * (i * 5 % 17)}
+        for i in range(rows)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(d) + "\n" for d in data))
+    toml = folder / "kept.toml"
+    toml.write_text(
+        f'[sources.rows]\nkind = "files"\npaths = ["{folder}/rows.jsonl"]\n[regenerate]\nengine = "none"\n'
+        '[prefill]\nshard_tokens = 512\nstorage_dtype = "fp32"\nbatch_tokens = 600\n'
+    )
+    return str(toml)
+
+
+def configured(folder, corpus, *overrides, name="a"):
+    return resolve("tiny", corpus, [f"store_root={folder}/store-{name}", f"data_root={folder}/data-{name}", *overrides])
+
+
+def content(uri):
+    """Everything that a reader can see of a store."""
+    store = FeatureStore.open(uri, verify="always")
+    assert store.complete
+    found = {}
+    for row in store.documents.to_pylist():
+        f = store.read(row["document"])
+        arrays = (f.hidden_SLD.numpy(), f.token_ids_S, f.loss_mask_S, f.target_logprob_S)
+        found[row["document"]] = (row["source"], row["split"], row["prompt_length"], [np.asarray(a) for a in arrays])
+    return found
+
+
+def assert_equal_stores(a, b):
+    a, b = content(a), content(b)
+    assert a.keys() == b.keys() and a
+    for document in a:
+        assert a[document][:3] == b[document][:3]
+        for x, y in zip(a[document][3], b[document][3], strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+def assert_features_are_the_targets(uri, target):
+    """Every stored document against a plain pass of the target."""
+    store = FeatureStore.open(uri)
+    for row in store.documents.to_pylist():
+        f = store.read(row["document"])
+        ids = torch.as_tensor(np.asarray(f.token_ids_S)).long()[None]
+        with torch.no_grad():
+            states = target.model(ids, output_hidden_states=True).hidden_states
+        for tap, layer in enumerate(target.config.tap_layer_ids):
+            expected = states[layer + 1][0]
+            assert (f.hidden_SLD[:, tap] - expected).norm() / expected.norm() < 1e-5
