@@ -28,6 +28,9 @@ from eval.verify import draw, probabilities, target_tokens, verify_exact, verify
 from features.target import Target
 from infra.errors import ConfigError
 
+PREFILL_TOKENS = 4096
+"""prompt tokens per prefill pass, unless one prompt is longer"""
+
 
 class Proposer(Protocol):
     """Whatever drafts blocks: a drafter (`eval.proposer.DrafterProposer`), or an adversary of a test."""
@@ -88,6 +91,7 @@ class Trace:
     answer_ids: list[int]
     cycles: list[Cycle]
     prefill_ms: float
+    """of the pass, which equally long prompts may share"""
     seconds: float
     stopped: bool
     """ended by a stop token"""
@@ -165,7 +169,7 @@ class _Decoder:
         finished: dict[int, Trace] = {}
         while waiting or running:
             while waiting and free_slots:
-                running.append(self._prefill(waiting.pop(), free_slots.pop()))
+                running += self._prefill(self._next_prompts(waiting, len(free_slots)), free_slots)
             for row in reversed(range(len(running))):
                 if running[row].done:
                     ended = running[row]
@@ -178,30 +182,46 @@ class _Decoder:
                 self._cycle(running)
         return [finished[i] for i in range(len(self.prompts))]
 
-    def _prefill(self, index: int, slot: int) -> _Sequence:
-        prompt = self.prompts[index]
+    def _next_prompts(self, waiting: list[int], most: int) -> list[int]:
+        """Indices to prefill in one pass: the next prompt, and those right behind it that are as long (no padding)."""
+        length = len(self.prompts[waiting[-1]])
+        most = min(most, max(1, PREFILL_TOKENS // length))
+        group = [waiting.pop()]
+        while waiting and len(group) < most and len(self.prompts[waiting[-1]]) == length:
+            group.append(waiting.pop())
+        return group
+
+    def _prefill(self, group: list[int], free_slots: list[int]) -> list[_Sequence]:
         began = self._now()
-        row = self.cache.open_row()
-        ids_1S = torch.tensor([prompt], device=self.device)
-        positions, mask = self.cache.prepare(row, 1, len(prompt), self.device)
+        ids_BS = torch.tensor([self.prompts[i] for i in group], device=self.device)
+        first, (count, length) = self.cache.active, ids_BS.shape
+        for _ in group:
+            self.cache.open_row()
+        positions, mask = self.cache.prepare(first, count, length, self.device)
         out = self.target.forward(
-            ids_1S,
+            ids_BS,
             attention_mask=mask,
             position_ids=positions,
             cache=self.cache,
             logits="last",
             taps=bool(self.proposer),
         )
-        self.cache.lengths[row] = len(prompt)
-        sequence = _Sequence(index, slot, Trace(prompt, [], [], 0.0, 0.0, False), self._uniforms(index))
-        if self.proposer:
-            self.proposer.extend(slot, 0, out.hidden_BSLD[0], ids_1S[0])
-        uniform = None if sequence.uniforms is None else sequence.uniforms[0, 0]
-        token = target_tokens(out.logits_BSV[0, -1], self.settings.temperature, uniform)
-        sequence.emit([int(token)], self.target.stop_ids, self.settings.max_new_tokens)
-        sequence.began = self._now()
-        sequence.trace.prefill_ms = 1e3 * (sequence.began - began)
-        return sequence
+        started = []
+        for row, index in enumerate(group):
+            self.cache.lengths[first + row] = length
+            trace = Trace(self.prompts[index], [], [], 0.0, 0.0, False)
+            sequence = _Sequence(index, free_slots.pop(), trace, self._uniforms(index))
+            started.append(sequence)
+            if self.proposer:
+                self.proposer.extend(sequence.slot, 0, out.hidden_BSLD[row], ids_BS[row])
+        uniform_B1 = self._window(started, 0, 1) if self.settings.temperature > 0 else None
+        tokens_B1 = target_tokens(out.logits_BSV, self.settings.temperature, uniform_B1)
+        for sequence, (token,) in zip(started, tokens_B1.tolist(), strict=True):
+            sequence.emit([token], self.target.stop_ids, self.settings.max_new_tokens)
+        ended = self._now()
+        for sequence in started:
+            sequence.began, sequence.trace.prefill_ms = ended, 1e3 * (ended - began)
+        return started
 
     def _cycle(self, running: list[_Sequence]) -> None:
         """One draft and one verification pass of every running sequence."""

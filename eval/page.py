@@ -94,8 +94,8 @@ def _table(suites: dict[str, Any], base: dict[str, Any], base_name: str) -> str:
         f"<div style='overflow-x:auto'><table><tr>{heads}</tr>{''.join(rows)}</table></div>"
         "<p class='note'>Speed-up: time per token of plain decoding over that with the drafter, same run, taking "
         "turns. Unchanged text: tokens equal to plain decoding's out of those compared. Replay: τ computed from "
-        "features without decoding; “=” where it made the very same cycles. Repeats: share of four-token sequences seen "
-        "before in the same answer; loops flatter τ.</p>"
+        "features without decoding; “=” where it made the very same cycles. Repeats: share of four-token sequences "
+        "seen before in the same answer; loops flatter τ.</p>"
     )
 
 
