@@ -10,7 +10,7 @@ from infra.errors import TargetError
 from trainer.drafter.model import Drafter
 
 # Decoder layers of these are pre-norm with RMSNorm(x) * weight, split q/k/v projections and a gated SiLU MLP: the
-# drafter's own layer. Gemma (weight + 1, post-norms) or mixture-of-experts layers have the same names and other meaning.
+# drafter's own layer. Gemma's (weight + 1, post-norms) and mixture-of-experts layers share names but not meaning.
 WARM_START_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_text", "smollm3", "ministral")
 
 
@@ -29,10 +29,10 @@ def init_random(drafter: Drafter, seed: int = 0) -> None:
 def init_from_target(drafter: Drafter, model: nn.Module, hidden_SLD: Tensor | None = None, seed: int = 0) -> None:
     """Start from the target's last layers, reading the last tap.
 
-    The n drafter layers are the target's last n. `fc` is the identity on the last tap and zero elsewhere, so the context
-    feature is that tap's normalised residual stream. A target layer sees RMS(x) * g_i with a norm weight of its own,
-    while all drafter layers share one context feature: g_i moves into the columns of q, k and v, and `hidden_norm` and
-    `input_layernorm` become 1. Context keys and values then are exactly those that the target's layer would compute
+    The n drafter layers are the target's last n. `fc` is the identity on the last tap and zero elsewhere, so the
+    context feature is that tap's normalised residual stream. A target layer sees RMS(x) * g_i with a norm weight of its
+    own, while all drafter layers share one context feature: g_i moves into the columns of q, k and v, and `hidden_norm`
+    and `input_layernorm` become 1. Context keys and values then are exactly those that the target's layer would compute
     from the tap. The final norm is the target's, so that its head reads what it expects.
 
     Where the target has no query/key norms, theirs are the root-mean-square of its queries and keys: over
@@ -81,8 +81,8 @@ def init_from_target(drafter: Drafter, model: nn.Module, hidden_SLD: Tensor | No
 def _copy(ours: nn.Linear, theirs: nn.Linear, name: str, column_gain_D: Tensor | None = None) -> None:
     if ours.weight.shape != theirs.weight.shape:
         raise TargetError(
-            f"{name} of the drafter is {tuple(ours.weight.shape)} and the target's is {tuple(theirs.weight.shape)}; give "
-            "the drafter the target's sizes or set init to random"
+            f"{name} of the drafter is {tuple(ours.weight.shape)} and the target's is {tuple(theirs.weight.shape)}; "
+            "give the drafter the target's sizes or set init to random"
         )
     weight = theirs.weight.float()
     ours.weight.copy_(weight if column_gain_D is None else weight * column_gain_D)
