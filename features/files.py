@@ -1,7 +1,7 @@
 """The few file operations a store needs, on a local folder and on an object store (`s3:// gs:// az://`).
 
 Paths are relative to the store with `/` between parts. Every write is whole or invisible:
-`write` replaces, `create` is put-if-absent, and `write_parts` goes to names that no reader looks at before a commit.
+`write` replaces, `create` is put-if-absent, and `open_parts` goes to names that no reader looks at before a commit.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from infra.errors import StoreError
 
-SINGLE_PUT_BYTES = 16 * 2**20
+BUFFER_BYTES = 16 * 2**20  # of one part of an upload
 IOV = 512  # buffers per writev; the kernel's limit is 1024
 
 
@@ -26,11 +26,19 @@ class Files(Protocol):
     def read(self, path: str) -> bytes: ...  # FileNotFoundError when absent
     def write(self, path: str, data: bytes) -> None: ...
     def create(self, path: str, data: bytes) -> bool: ...  # False when the path exists already
-    def write_parts(self, path: str, parts: Sequence[Any]) -> None: ...
+    def open_parts(self, path: str) -> "Parts": ...
     def list(self, prefix: str) -> list[str]: ...  # every path below the folder, sorted
     def size(self, path: str) -> int | None: ...
     def move(self, source: str, destination: str) -> None: ...  # replaces; FileNotFoundError when absent
     def remove(self, path: str) -> None: ...  # absent is fine
+
+
+class Parts(Protocol):
+    """An object that is written piece by piece."""
+
+    def write(self, parts: Sequence[Any]) -> None: ...  # buffers, one after another
+    def close(self) -> None: ...
+    def abandon(self) -> None: ...
 
 
 def open_files(uri: str, *, fsync: bool = False) -> "Files":
@@ -80,17 +88,10 @@ class LocalFiles:
             _fsync_folder((self.root / path).parent)
         return True
 
-    def write_parts(self, path: str, parts: Sequence[Any]) -> None:
+    def open_parts(self, path: str) -> "LocalParts":
         full = self.root / path
         full.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            for i in range(0, len(parts), IOV):
-                _writev_all(fd, list(parts[i : i + IOV]))
-            if self.fsync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
+        return LocalParts(full, self.fsync)
 
     def list(self, prefix: str) -> list[str]:
         def unless_gone(error: OSError) -> None:  # another process may be moving an attempt's objects just now
@@ -189,13 +190,8 @@ class ObjectFiles:
                 return False
         return True
 
-    def write_parts(self, path: str, parts: Sequence[Any]) -> None:
-        import obstore
-
-        if sum(memoryview(p).nbytes for p in parts) <= SINGLE_PUT_BYTES:
-            obstore.put(self.store, path, b"".join(parts), use_multipart=False)
-        else:
-            obstore.put(self.store, path, _joined(parts, 16 * 2**20), use_multipart=True)
+    def open_parts(self, path: str) -> "ObjectParts":
+        return ObjectParts(self, path)
 
     def list(self, prefix: str) -> list[str]:
         import obstore
@@ -224,28 +220,53 @@ class ObjectFiles:
             obstore.delete(self.store, path)
 
 
-def _joined(parts: Sequence[Any], size: int) -> Iterator[bytes]:
-    """The parts as byte strings of about `size` bytes, so that no copy of the whole object is made."""
-    pending, held = [], 0
-    for part in parts:
-        view = memoryview(part)
-        pending.append(view)
-        held += view.nbytes
-        if held >= size:
-            yield b"".join(pending)
-            pending, held = [], 0
-    if pending:
-        yield b"".join(pending)
+class LocalParts:
+    """A new file; a reader that finds it before `close` finds a part of it."""
+
+    def __init__(self, path: Path, fsync: bool):
+        self.fsync = fsync
+        self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    def write(self, parts: Sequence[Any]) -> None:
+        views = [memoryview(p).cast("B") for p in parts]
+        for i in range(0, len(views), IOV):
+            group = views[i : i + IOV]
+            while group:
+                written = os.writev(self.fd, group)
+                while group and written >= group[0].nbytes:
+                    written -= group.pop(0).nbytes
+                if written:
+                    group[0] = group[0][written:]
+
+    def close(self) -> None:
+        if self.fsync:
+            os.fsync(self.fd)
+        self.abandon()
+
+    def abandon(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    __del__ = abandon
 
 
-def _writev_all(fd: int, parts: list[Any]) -> None:
-    views = [memoryview(p).cast("B") for p in parts]
-    while views:
-        written = os.writev(fd, views)
-        while views and written >= views[0].nbytes:
-            written -= views.pop(0).nbytes
-        if written:
-            views[0] = views[0][written:]
+class ObjectParts:
+    """One PUT when the object is small, a multipart upload otherwise; invisible before `close`."""
+
+    def __init__(self, files: ObjectFiles, path: str):
+        import obstore
+
+        self.writer = obstore.open_writer(files.store, path, buffer_size=BUFFER_BYTES)
+
+    def write(self, parts: Sequence[Any]) -> None:
+        self.writer.write(b"".join(parts))
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def abandon(self) -> None:
+        del self.writer
 
 
 def _fsync_folder(folder: Path) -> None:

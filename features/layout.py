@@ -147,29 +147,6 @@ class ObjectRecord:
     digest: str
 
 
-def encode_shard(layout: ArrayLayout, rows: np.ndarray) -> tuple[list[Any], ObjectRecord]:
-    """The object of one shard as a list of buffers (no copy of `rows`), and its record.
-
-    Args:
-        rows: (used rows rounded up to whole chunks, *trailing), C-contiguous, of the layout's dtype.
-    """
-    flat = rows.reshape(-1).view(np.uint8)
-    size, count = layout.chunk_bytes, len(rows) // layout.chunk_tokens
-    crcs = np.empty(count, "<u4")
-    parts: list[Any] = []
-    for i in range(count):
-        chunk = flat[i * size : (i + 1) * size]
-        crcs[i] = google_crc32c.value(chunk)
-        parts += [chunk, crcs[i : i + 1].view(np.uint8)]
-    index = np.full((layout.num_chunks, 2), ABSENT, "<u8")
-    index[:count, 0] = np.arange(count, dtype=np.uint64) * (size + 4)
-    index[:count, 1] = size + 4
-    tail = index.tobytes()
-    tail += google_crc32c.value(tail).to_bytes(4, "little")
-    parts.append(tail)
-    return parts, ObjectRecord(count * (size + 4) + len(tail), object_digest(crcs, tail))
-
-
 def object_digest(crcs: np.ndarray, tail: bytes) -> str:
     """Digest of an object from its chunk checksums and its index: as strong as they are, and free of a second pass."""
     return sha256_hex(np.ascontiguousarray(crcs, "<u4").tobytes() + tail)[:32]

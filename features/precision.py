@@ -13,6 +13,7 @@ import torch
 from features.spec import StorageDtype
 
 FP8_MAX = 448.0
+BLOCK_BYTES = 256 * 1024
 LOAD_DTYPE: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp8_e4m3": torch.bfloat16, "fp32": torch.float32}
 """torch dtype in which a reader hands out each storage dtype"""
 
@@ -34,11 +35,18 @@ def encode(hidden_SLD: torch.Tensor, storage: StorageDtype, out_SLD: np.ndarray,
             out_SLD[a : a + 256] = codes.view(torch.uint8).numpy()
             scale_SL[a : a + 256] = scale.numpy()
         return True
-    if storage == "bf16":
-        torch.from_numpy(out_SLD.view(np.int16)).view(torch.bfloat16).copy_(hidden_SLD)
-        return _finite_bits(out_SLD, np.uint16, 0x7F80)
-    torch.from_numpy(out_SLD.view(np.float32)).copy_(hidden_SLD)
-    return _finite_bits(out_SLD, np.uint32, 0x7F800000)
+    bits, infinity, dtype = (
+        (np.uint16, 0x7F80, torch.bfloat16) if storage == "bf16" else (np.uint32, 0x7F800000, torch.float32)
+    )
+    out = torch.from_numpy(out_SLD.view(np.dtype(bits).str.replace("u", "i"))).view(dtype)
+    if hidden_SLD.device.type != "cpu":
+        hidden_SLD = hidden_SLD.cpu()  # in one transfer
+    step = max(1, BLOCK_BYTES // max(1, out_SLD[:1].nbytes))
+    for a in range(0, len(hidden_SLD), step):  # a block is looked at while it is in the cache from its copy
+        out[a : a + step].copy_(hidden_SLD[a : a + step])
+        if not _finite_bits(out_SLD[a : a + step].reshape(-1), bits, infinity):
+            return False
+    return True
 
 
 def fp8_scale(hidden_SLD: torch.Tensor) -> torch.Tensor:
@@ -64,14 +72,9 @@ def relative_error_L(hidden_SLD: torch.Tensor, approx_SLD: torch.Tensor) -> torc
     return ((x - y).square().sum((0, 2)) / x.square().sum((0, 2)).clamp(min=1e-300)).sqrt()
 
 
-def _finite_bits(bits: np.ndarray, unsigned: type, infinity: int) -> bool:
+def _finite_bits(flat: np.ndarray, unsigned: type, infinity: int) -> bool:
     # Not-finite values are the bit patterns from +inf up among the positive ones and from -inf up among the negative.
-    # Seen as signed, the first are the largest; seen as unsigned, the second are. Two maxima, no temporary (9 GB/s).
-    flat = bits.reshape(-1)
+    # Seen as signed, the first are the largest; seen as unsigned, the second are. Two maxima, no temporary.
     signed = np.dtype(unsigned).str.replace("u", "i")
     sign = 1 << (8 * flat.itemsize - 1)
-    for a in range(0, len(flat), 131_072):  # a block stays in the cache for its second maximum
-        part = flat[a : a + 131_072]
-        if part.view(signed).max() >= infinity or part.view(unsigned).max() >= infinity + sign:
-            return False
-    return True
+    return bool(flat.view(signed).max() < infinity and flat.view(unsigned).max() < infinity + sign)

@@ -14,6 +14,7 @@ import io
 import json
 import uuid
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,10 @@ import torch
 
 from features import commits as cm
 from features.files import Files, is_remote, open_files
-from features.layout import ArrayLayout, ObjectRecord, array_layouts, encode_shard
+from features.layout import array_layouts
 from features.plan import PLAN_SCHEMA, corpus_digest, document_id, num_shards
 from features.precision import encode
+from features.shard_object import ShardObjectWriter
 from features.spec import FeatureSpec, no_store, parse_spec, store_path
 from infra.errors import DataError, SpecMismatch, StoreError
 from infra.provenance import provenance
@@ -141,6 +143,8 @@ class StoreWriter:
         self.num_shards = num_shards(self.plan)
         self._shard_of_row = self.plan["shard"].to_numpy()
         self._seen = self._rejected = 0
+        # One shard's rows, kept from shard to shard: fresh memory costs as much time as the copy into it.
+        self._buffers = {n: np.empty((a.shard_tokens, *a.trailing), a.dtype) for n, a in self.layouts.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {"uri": self.uri, "max_reject_share": self.max_reject_share, "fsync": self.fsync}
@@ -178,14 +182,25 @@ class StoreWriter:
         if (commit := cm.read_commit(self.files, shard)) is not None:
             return self._receipt(commit, won=False)
         rows = self.shard_plan(shard).to_pylist()
-        buffers, rejected = self._fill(shard, rows, documents)
         attempt = uuid.uuid4().hex[:12]
-        objects = {n: self._put(layout, shard, attempt, buffers.pop(n)) for n, layout in self.layouts.items()}
+        with ThreadPoolExecutor(1, thread_name_prefix="shard-writer") as pool:
+            objects = {
+                n: ShardObjectWriter(self.files, cm.attempt_path(shard, attempt, n), layout, pool)
+                for n, layout in self.layouts.items()
+            }
+            try:
+                rejected = self._fill(shard, rows, documents, objects["hidden"])
+                used = row_end(rows[-1])
+                records = {n: o.close(self._buffers[n], used) for n, o in objects.items()}
+            except Exception:
+                for o in objects.values():
+                    o.abandon()
+                raise
         gone = {r[0] for r in rejected}
         commit = cm.Commit(
             shard=shard,
             attempt=attempt,
-            objects=objects,
+            objects=records,
             rejected=rejected,
             documents=[(r["document"], r["start"], r["length"]) for r in rows if r["document"] not in gone],
             versions={p: importlib.metadata.version(p) for p in ("torch", "numpy")},
@@ -220,37 +235,42 @@ class StoreWriter:
         return summary | {"uri": self.uri}
 
     def _fill(
-        self, shard: int, rows: list[dict[str, Any]], documents: Iterable[DocumentFeatures]
-    ) -> tuple[dict[str, np.ndarray], list[tuple[str, str, str]]]:
-        used = max(r["start"] + r["length"] for r in rows)
-        buffers = {n: np.zeros((a.rows_to_hold(used), *a.trailing), a.dtype) for n, a in self.layouts.items()}
+        self,
+        shard: int,
+        rows: list[dict[str, Any]],
+        documents: Iterable[DocumentFeatures],
+        hidden: ShardObjectWriter,
+    ) -> list[tuple[str, str, str]]:
+        """Put the documents into the buffers, and what is complete from the front on into the hidden states' object."""
         left = {r["document"]: r for r in rows}
-        rejected = []
+        rejected, front = [], 0
         for d in documents:
             row = left.pop(d.document, None)
             if row is None:
                 raise StoreError(
                     f"document {d.document!r} is not planned for shard {shard} or came twice; hand over its plan"
                 )
-            at = slice(row["start"], row["start"] + row["length"])
+            at = {n: b[row["start"] : row_end(row)] for n, b in self._buffers.items()}
             try:
                 check_document(d, row, self.spec)
-                self._place(d, {n: b[at] for n, b in buffers.items()})
+                self._place(d, at)
             except Rejected as e:
                 reason, detail = e.args
                 rejected.append((d.document, reason, detail))
-                for b in buffers.values():
-                    b[at] = 0
+                for b in at.values():
+                    b[:] = 0
+            while front < len(rows) and rows[front]["document"] not in left:
+                front += 1
+            hidden.ready(self._buffers["hidden"], rows[front]["start"] if front < len(rows) else row_end(rows[-1]))
             self._seen += 1
         if left:
             raise StoreError(
-                f"shard {shard} got {len(rows) - len(left)} of its {len(rows)} planned documents, "
-                f"{next(iter(left))!r} is "
-                "missing; hand over each one, with `error` set where it could not be computed"
+                f"shard {shard} got {len(rows) - len(left)} of its {len(rows)} planned documents and not "
+                f"{next(iter(left))!r}; hand over each one, with `error` set where it could not be computed"
             )
         self._rejected += len(rejected)
         self._check_rejects(self._rejected, self._seen, least=3)
-        return buffers, sorted(rejected)
+        return sorted(rejected)
 
     def _place(self, d: DocumentFeatures, at: dict[str, np.ndarray]) -> None:
         if not encode(d.hidden_SLD, self.spec.storage_dtype, at["hidden"], at.get("scale")):
@@ -261,11 +281,6 @@ class StoreWriter:
         if self.spec.top_k:
             at["topk_ids"][:] = d.topk_ids_Sk
             at["topk_logprobs"][:] = d.topk_logprobs_Sk
-
-    def _put(self, layout: ArrayLayout, shard: int, attempt: str, rows: np.ndarray) -> ObjectRecord:
-        parts, record = encode_shard(layout, rows)
-        self.files.write_parts(cm.attempt_path(shard, attempt, layout.name), parts)
-        return record
 
     def _check_rejects(self, rejected: int, seen: int, least: int) -> None:
         # One reject among a writer's first few documents is no trend, hence `least`.
@@ -288,6 +303,10 @@ class StoreWriter:
             "rejected": len(gone),
             "bytes": commit.bytes,
         }
+
+
+def row_end(row: dict[str, Any]) -> int:
+    return row["start"] + row["length"]
 
 
 def check_document(d: DocumentFeatures, row: dict[str, Any], spec: FeatureSpec) -> None:

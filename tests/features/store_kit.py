@@ -112,9 +112,29 @@ class FragileFiles:
             lambda: self.files.create(path, data), aside and (lambda: aside(path, data[: len(data) // 2]))
         )
 
-    def write_parts(self, path, parts):
-        torn = [*parts[: len(parts) // 2], bytes(parts[-1])[:3]]
-        return self._step(lambda: self.files.write_parts(path, parts), lambda: self.files.write_parts(path, torn))
+    def open_parts(self, path):
+        fragile, parts = self, self.files.open_parts(path)
+        self.left -= 1
+        moment = self.moment if self.left == 0 else None
+        if moment == "before":
+            self.accident()
+
+        class Parts:
+            def write(self, buffers):
+                if moment == "middle":
+                    parts.write([bytes(b)[: len(b) // 2] for b in buffers])
+                    fragile.accident()
+                parts.write(buffers)
+
+            def close(self):
+                parts.close()
+                if moment == "after":
+                    fragile.accident()
+
+            def abandon(self):
+                parts.abandon()
+
+        return Parts()
 
     def move(self, source, destination):
         return self._step(lambda: self.files.move(source, destination))

@@ -100,6 +100,8 @@ class StoreMachine(RuleBasedStateMachine):
         path = pick.choice(objects)
         shard = int(str(path).split("/c/")[1].split("/")[0])
         data = bytearray(path.read_bytes())
+        if not data:  # damaged before
+            return
         if how == "flip":
             data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
             path.write_bytes(data)
