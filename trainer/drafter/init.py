@@ -3,7 +3,11 @@
 Legend: S context rows, D hidden size, L taps, E head dim, G key/value heads.
 """
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from infra.errors import TargetError
@@ -26,7 +30,7 @@ def init_random(drafter: Drafter, seed: int = 0) -> None:
 
 
 @torch.no_grad()
-def init_from_target(drafter: Drafter, model: nn.Module, hidden_SLD: Tensor | None = None, seed: int = 0) -> None:
+def init_from_target(drafter: Drafter, folder: str | Path, hidden_SLD: Tensor | None = None, seed: int = 0) -> None:
     """Start from the target's last layers, reading the last tap.
 
     The n drafter layers are the target's last n. `fc` is the identity on the last tap and zero elsewhere, so the
@@ -39,55 +43,79 @@ def init_from_target(drafter: Drafter, model: nn.Module, hidden_SLD: Tensor | No
     `hidden_SLD` (features of a few hundred tokens) if given, else for inputs of independent unit components.
 
     Args:
-        model: the target, a transformers causal language model of one of `WARM_START_TYPES`.
+        folder: the target's, with config.json and safetensors; only the tensors of its last layers are read.
 
     Raises:
         TargetError: other kinds of layers, or shapes that differ from the drafter's.
     """
     init_random(drafter, seed)
     cfg = drafter.config
-    kind = model.config.get_text_config().model_type
-    decoder = model.get_decoder()
-    sources = list(decoder.layers)[-cfg.num_hidden_layers :]
-    if kind not in WARM_START_TYPES or len(sources) < cfg.num_hidden_layers:
-        raise TargetError(
-            f"a drafter of {cfg.num_hidden_layers} layers cannot start from a target of type {kind!r} with "
-            f"{len(decoder.layers)} layers; set init to random"
-        )
+    source = _TargetLayers(Path(folder), cfg.num_hidden_layers)
+    eye = torch.eye(cfg.hidden_size)
     if cfg.conditioning == "kv_injection":
         drafter.fc.weight.zero_()
-        drafter.fc.weight[:, -cfg.hidden_size :] = torch.eye(cfg.hidden_size)
+        drafter.fc.weight[:, -cfg.hidden_size :] = eye
     else:
-        drafter.fc.weight.copy_(torch.eye(cfg.hidden_size))
+        drafter.fc.weight.copy_(eye)
     if cfg.conditioning == "input_fusion":
-        drafter.fuse.weight[:, : cfg.hidden_size] = torch.eye(cfg.hidden_size)
-    for layer, source in zip(drafter.layers, sources, strict=True):
-        gain = source.input_layernorm.weight.float()
-        for name in ("q_proj", "k_proj", "v_proj"):
-            _copy(getattr(layer.self_attn, name), getattr(source.self_attn, name), name, gain)
-        _copy(layer.self_attn.o_proj, source.self_attn.o_proj, "o_proj")
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            _copy(getattr(layer.mlp, name), getattr(source.mlp, name), name)
-        layer.post_attention_layernorm.weight.copy_(source.post_attention_layernorm.weight)
-        for norm, projection in (("q_norm", "q_proj"), ("k_norm", "k_proj")):
-            ours = getattr(layer.self_attn, norm)
-            if hasattr(source.self_attn, norm):
-                ours.weight.copy_(getattr(source.self_attn, norm).weight)
+        drafter.fuse.weight[:, : cfg.hidden_size] = eye
+    for i, layer in enumerate(drafter.layers):
+        gain_D = source.read(i, "input_layernorm.weight").float()
+        for name, p in layer.named_parameters():
+            if name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "input_layernorm.weight"):
+                continue
+            theirs = source.read(i, name)
+            if theirs is None and name.endswith("bias"):
+                continue  # ours stays 0
+            if theirs is None or theirs.shape != p.shape:
+                raise TargetError(
+                    f"{name} of the drafter is {tuple(p.shape)} and the target's is "
+                    f"{'absent' if theirs is None else tuple(theirs.shape)}; give the drafter the target's sizes or "
+                    "set init to random"
+                )
+            gained = name in ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight")
+            p.copy_(theirs.float() * gain_D if gained else theirs)
+        for which in ("q", "k"):
+            ours, theirs = getattr(layer.self_attn, f"{which}_norm"), source.read(i, f"self_attn.{which}_norm.weight")
+            if theirs is not None:
+                ours.weight.copy_(theirs)
             else:
-                ours.weight.fill_(_projected_rms(drafter, getattr(layer.self_attn, projection), hidden_SLD))
-    drafter.norm.weight.copy_(decoder.norm.weight)
+                ours.weight.fill_(_projected_rms(drafter, getattr(layer.self_attn, f"{which}_proj"), hidden_SLD))
+    drafter.norm.weight.copy_(source.final_norm())
 
 
-def _copy(ours: nn.Linear, theirs: nn.Linear, name: str, column_gain_D: Tensor | None = None) -> None:
-    if ours.weight.shape != theirs.weight.shape:
-        raise TargetError(
-            f"{name} of the drafter is {tuple(ours.weight.shape)} and the target's is {tuple(theirs.weight.shape)}; "
-            "give the drafter the target's sizes or set init to random"
-        )
-    weight = theirs.weight.float()
-    ours.weight.copy_(weight if column_gain_D is None else weight * column_gain_D)
-    if ours.bias is not None and theirs.bias is not None:
-        ours.bias.copy_(theirs.bias)
+class _TargetLayers:
+    """The last layers of a checkpoint, tensor by tensor. Layer 0 is the first of the last `count`."""
+
+    def __init__(self, folder: Path, count: int):
+        config = json.loads((folder / "config.json").read_text())
+        text = config.get("text_config") or config
+        self.first = text["num_hidden_layers"] - count
+        if text["model_type"] not in WARM_START_TYPES or self.first < 0:
+            raise TargetError(
+                f"a drafter of {count} layers cannot start from a target of type {text['model_type']!r} with "
+                f"{text['num_hidden_layers']} layers; set init to random"
+            )
+        self.files: dict[str, Path] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as f:
+                self.files |= dict.fromkeys(f.keys(), file)
+        norms = [n for n in self.files if n.endswith(".norm.weight") and ".layers." not in n and "visual" not in n]
+        if len(norms) != 1:
+            raise TargetError(f"target in {str(folder)!r} has no single final norm ({norms}); set init to random")
+        self.prefix = norms[0].removesuffix("norm.weight")
+
+    def _tensor(self, name: str) -> Tensor | None:
+        if name not in self.files:
+            return None
+        with safe_open(self.files[name], framework="pt") as f:
+            return f.get_tensor(name)
+
+    def read(self, layer: int, name: str) -> Tensor | None:
+        return self._tensor(f"{self.prefix}layers.{self.first + layer}.{name}")
+
+    def final_norm(self) -> Tensor:
+        return self._tensor(f"{self.prefix}norm.weight")
 
 
 def _projected_rms(drafter: Drafter, projection: nn.Linear, hidden_SLD: Tensor | None) -> float:
