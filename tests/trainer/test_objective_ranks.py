@@ -80,7 +80,7 @@ def rank_gradient(world, store_uri: str, cfg, blocks_of_rank: list[list[int]]):
     drafter, head, batch = parts(store_uri, cfg)
     engine = build_engine(drafter, cfg, world)
     objective = Objective(cfg.loss, drafter.config)
-    batch = keep_blocks(batch, blocks_of_rank[world.rank], sorted(sum(blocks_of_rank, [])))
+    batch = keep_blocks(batch, blocks_of_rank[world.rank], sorted(b for blocks in blocks_of_rank for b in blocks))
     terms = objective(engine, batch, head)
     engine.backward(terms.numerator * (world.size / objective.denominator(batch)))
     loss = float(world.sum(terms.numerator[None])[0]) / objective.denominator(batch)
