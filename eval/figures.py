@@ -65,9 +65,10 @@ def acceptance(name: str, suite: dict[str, Any], before: dict[str, Any] | None) 
     return fig
 
 
-def cycle_strips(name: str, samples: list[dict[str, Any]], width: int = 120) -> Figure:
+def cycle_strips(name: str, samples: list[dict[str, Any]]) -> Figure:
     """Where drafts died: each box a token; blue was drafted and stood, orange the target had to write itself."""
     strips = [(s["prompt_id"], label, cycles) for s in samples for label, cycles in s["cycles"].items()]
+    width = min(160, max((len(s["tokens"]) for s in samples), default=1))
     fig = Figure(figsize=(11, 0.6 + 0.42 * max(len(strips), 1)), layout="constrained")
     ax = fig.subplots()
     for row, (_, _, cycles) in enumerate(strips):

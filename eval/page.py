@@ -12,11 +12,12 @@ from eval.report import replay_verdict, verdict
 STYLE = """
 :root { --ours: #2563a8; --base: #b0b7c0; --target: #d9822b; --ink: #1c2430; --soft: #5d6875; --line: #dfe4ea; }
 * { box-sizing: border-box; }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 1080px; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; }
 p.note, figcaption, .soft { color: var(--soft); font-size: .88rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { text-align: right; padding: .35rem .5rem; border-bottom: 1px solid var(--line); }
+td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: var(--soft); font-size: .85rem; }
 .good { color: #1a7f4b; } .bad { color: #b3261e; font-weight: 600; }
 .row { display: flex; flex-wrap: wrap; gap: 1.2rem; } figure { margin: 0; flex: 1 1 320px; }

@@ -40,7 +40,7 @@ def test_replay_is_live(tiny, drafter, b):
     live, replayed, traces = live_and_replayed(tiny, drafter, b)
     assert_same(live, replayed)
     together = Cycles.concat(live)
-    assert len(set(together.accepted.tolist())) >= 2, "a drafter that is always wrong or always right tests little"
+    assert len(set(together.accepted.tolist())) >= (b or 6) - 1, "a drafter that is always wrong or right tests little"
     assert {t.stopped for t in traces} == {True, False}, "both kinds of end"
     assert together.emitted.sum() == sum(len(t.answer_ids) - 1 for t in traces)
 
