@@ -9,7 +9,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo features train eval compare export ui test bench parity doctor lint clean
+.PHONY: help install demo features train eval compare export ui test bench bench-gpu parity doctor lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -45,6 +45,12 @@ test: install ## the complete test suite, on a CPU
 
 bench: install ## PART=features|pipeline|train-step|kernels|replay: ratios against named opponents into runs/bench/
 	@$(PY) -m infra bench "$(PART)" $(ARGS)
+
+parity: install ## the drafter and losses against dflash, speculators and SpecForge from PyPI, in environments of their own
+	@$(PY) -m trainer.drafter.peers && $(PY) -m pytest tests/parity $(ARGS)
+
+bench-gpu: ## step time, MFU, memory and kernels on one GPU (torch, triton, transformers and numpy are enough)
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m kernels.bench_gpu $(ARGS)
 
 doctor: install ## check this machine and say what is wrong in plain words
 	@$(PY) -m infra doctor

@@ -12,7 +12,7 @@ from infra.errors import SpecMismatch, StoreError
 from trainer.config import SftConfig
 from trainer.drafter.checkpoint import load_drafter
 from trainer.drafter.config import DrafterConfig
-from trainer.drafter.init import init_random
+from trainer.drafter.init import WARM_START_TYPES, init_from_target, init_random
 from trainer.drafter.model import Drafter
 
 STORES = Path("store")
@@ -53,6 +53,11 @@ def check_store(store: FeatureStore, cfg: SftConfig, target: TargetConfig) -> No
                 f"store {store.uri} was made with {what} {stored!r}, but target file {cfg.model!r} says {wanted!r}; "
                 f"use the store's own target file or run make features MODEL={cfg.model}"
             )
+    if cfg.loss.soft_share and not spec.top_k:
+        raise SpecMismatch(
+            f"loss.soft_share = {cfg.loss.soft_share} needs the target's top-k distribution, which store {store.uri} "
+            "does not have; run make features with ARGS=prefill.top_k=32, or set loss.soft_share=0"
+        )
     if not store.complete:
         raise StoreError(
             f"store {store.uri} lacks {len(store.missing_shards)} shards; run make features MODEL={cfg.model} again, "
@@ -80,8 +85,9 @@ def build_drafter(cfg: SftConfig, target: TargetConfig, store: FeatureStore, see
                 )
         return drafter
     folder = target_folder(target)
+    model = json.loads((folder / "config.json").read_text())
     config = DrafterConfig.for_target(
-        json.loads((folder / "config.json").read_text()),
+        model,
         num_hidden_layers=cfg.drafter.num_hidden_layers,
         block_size=cfg.drafter.block_size or target.block_size,
         mask_token_id=target.mask_token_id,
@@ -89,9 +95,15 @@ def build_drafter(cfg: SftConfig, target: TargetConfig, store: FeatureStore, see
         conditioning=cfg.drafter.conditioning,
     )
     drafter = Drafter(config)
-    init_random(drafter, seed)
-    if cfg.drafter.init == "target":
-        from trainer.drafter.init import init_from_target
-
-        init_from_target(drafter, target)
+    warm = cfg.drafter.init == "target" or (cfg.drafter.init == "auto" and model["model_type"] in WARM_START_TYPES)
+    if warm:
+        init_from_target(drafter, folder, _sample_features(store), seed)
+    else:
+        init_random(drafter, seed)
     return drafter
+
+
+def _sample_features(store: FeatureStore) -> torch.Tensor:
+    """hidden_SLD of the first training document: what the initialisation scales itself by."""
+    row = store.documents["split"].to_pylist().index("train")
+    return store.read(row).hidden_SLD.float()

@@ -39,8 +39,8 @@ class DrafterSection(Config):
     """anchor + drafted positions; None: the target file's"""
     conditioning: Literal["kv_injection", "input_fusion", "none"] = "kv_injection"
     """how the target's features enter; the other two are the paper's ablations (Tables 9 and 10)"""
-    init: Literal["target", "random"] = "target"
-    """`target`: layers start as copies of the target's last ones"""
+    init: Literal["auto", "target", "random"] = "auto"
+    """`target`: layers start as the target's last ones; `auto`: that, where the target's layers are of a kind that fits"""
     start_from: str = ""
     """folder of a drafter to go on from (ours, z-lab's or speculators'); its shape wins over this section"""
 
@@ -53,6 +53,8 @@ class LossConfig(Config):
     """of `decay`, w_k = exp(−(k−1)/γ); None: the paper's 7, 5, 4 for blocks of 16, 10, 8, between by line"""
     alpha: float = Field(default=0.5, ge=0, le=1)
     """smoothing of `dpace` and `acceptance`"""
+    soft_share: float = Field(default=0.0, ge=0, le=1)
+    """share of the divergence from the target's stored top-k distribution; the rest is the cross-entropy with its token"""
     chunk_rows: int | None = Field(default=None, ge=1)
     """rows of logits that exist at once; None: as many as fit 64 MB on a CPU and 1 GB on a GPU"""
 

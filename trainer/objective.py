@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from features.stream import AnchorBatch
 from features.target import FrozenHead
 from kernels import weighting
-from kernels.decay_ce import BlockLoss, weighted_cross_entropy
+from kernels.decay_ce import BlockLoss, Teacher, weighted_cross_entropy
 from trainer.config import LossConfig
 from trainer.drafter.config import DrafterConfig
 

@@ -67,6 +67,12 @@ def test_store_of_other_settings_is_refused(tiny_store):
             check_store(store, cfg, target.model_copy(update=change))
 
 
+def test_soft_labels_need_a_teacher(tiny_store):
+    cfg = SftConfig.model_validate({"model": "tiny", "loss": {"soft_share": 0.5}})
+    with pytest.raises(SpecMismatch, match=r"soft_share = 0.5 needs.*prefill.top_k=32"):
+        check_store(FeatureStore.open(tiny_store), cfg, load_target_config("tiny"))
+
+
 def test_the_drafter_of_another_target_is_refused(tiny_store, tmp_path):
     from trainer.drafter.checkpoint import save_drafter
 
@@ -79,6 +85,18 @@ def test_the_drafter_of_another_target_is_refused(tiny_store, tmp_path):
     start = SftConfig.model_validate({"model": "tiny", "drafter": {"start_from": str(tmp_path / "d")}})
     with pytest.raises(SpecMismatch, match=r"target_layer_ids \(0, 2, 3\)"):
         build_drafter(start, target, store, seed=0)
+
+
+def test_warm_start_is_the_default_where_it_fits(tiny_store):
+    store, target = FeatureStore.open(tiny_store), load_target_config("tiny")
+    cfg = SftConfig.model_validate({"model": "tiny", "drafter": {"num_hidden_layers": 2}})
+    drafter = build_drafter(cfg, target, store, seed=0)
+    other = build_drafter(
+        cfg.model_copy(update={"drafter": cfg.drafter.model_copy(update={"init": "random"})}), target, store, 0
+    )
+    assert torch.equal(drafter.fc.weight[:, -64:], torch.eye(64)) and not torch.equal(
+        other.fc.weight[:, -64:], torch.eye(64)
+    )
 
 
 def test_every_parameter_is_in_one_group():
