@@ -40,7 +40,7 @@ class DrafterSection(Config):
     conditioning: Literal["kv_injection", "input_fusion", "none"] = "kv_injection"
     """how the target's features enter; the other two are the paper's ablations (Tables 9 and 10)"""
     init: Literal["auto", "target", "random"] = "auto"
-    """`target`: layers start as the target's last ones; `auto`: that, where the target's layers are of a kind that fits"""
+    """`target`: layers start as the target's last ones; `auto`: that, where the target's layers fit"""
     start_from: str = ""
     """folder of a drafter to go on from (ours, z-lab's or speculators'); its shape wins over this section"""
 
@@ -54,7 +54,7 @@ class LossConfig(Config):
     alpha: float = Field(default=0.5, ge=0, le=1)
     """smoothing of `dpace` and `acceptance`"""
     soft_share: float = Field(default=0.0, ge=0, le=1)
-    """share of the divergence from the target's stored top-k distribution; the rest is the cross-entropy with its token"""
+    """share of the divergence from the target's stored top-k; the rest is the cross-entropy with its token"""
     chunk_rows: int | None = Field(default=None, ge=1)
     """rows of logits that exist at once; None: as many as fit 64 MB on a CPU and 1 GB on a GPU"""
 

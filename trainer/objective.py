@@ -47,14 +47,13 @@ class Objective:
     def __call__(self, model: nn.Module, batch: AnchorBatch, head: FrozenHead) -> BlockLoss:
         """Forward pass of one micro-batch; `numerator` is to be divided by `denominator(batch)`."""
         hidden_AKD = forward(model, self.drafter, batch, head)
+        teacher = None
+        if self.cfg.soft_share:
+            teacher = Teacher(batch.topk_ids_AKk, batch.topk_logprobs_AKk, self.cfg.soft_share)
         return weighted_cross_entropy(
-            hidden_AKD,
-            head.head_VD,
-            batch.labels_AK,
-            batch.supervised_AK,
-            self.weighting,
-            chunk_rows=self.cfg.chunk_rows,
-        )
+            hidden_AKD, head.head_VD, batch.labels_AK, batch.supervised_AK, self.weighting,
+            teacher=teacher, chunk_rows=self.cfg.chunk_rows,
+        )  # fmt: skip
 
 
 def forward(model: nn.Module, cfg: DrafterConfig, batch: AnchorBatch, head: FrozenHead) -> Tensor:
