@@ -41,6 +41,23 @@ class RunFolder:
                 "the folder, or resume all the same with --allow-changed"
             )
 
+    def check_store(self, fingerprint: str, allow_changed: bool) -> None:
+        """The features are those that the run began with, wherever the store lies now.
+
+        Raises:
+            ConfigError: they are not, and `allow_changed` is False.
+        """
+        record = self.path / "provenance.json"
+        if not record.is_file() or allow_changed:
+            return
+        before = json.loads(record.read_text()).get("store_fingerprint")
+        if before != fingerprint:
+            raise ConfigError(
+                f"run {str(self.path)!r} began with the features {str(before)[:12]}, and the store now has "
+                f"{fingerprint[:12]}; take another name (name=...), delete the folder, set data.store to the first store, "
+                "or go on all the same with --allow-changed"
+            )
+
     def begin(self, cfg: SftConfig, deepspeed: dict[str, Any], **extra: Any) -> None:
         """Record what this run is."""
         self.path.mkdir(parents=True, exist_ok=True)

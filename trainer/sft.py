@@ -54,6 +54,7 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
     run = RunFolder(cfg, allow_changed)
     store = FeatureStore.open(find_store(cfg, target_cfg))
     check_store(store, cfg, target_cfg)
+    run.check_store(store.spec.fingerprint, allow_changed)
     accumulation = accumulation_steps(cfg, world.size)
     dtype = torch.bfloat16 if cfg.engine.dtype == "bf16" else torch.float32
     head = load_frozen_head(target_cfg, world.device, dtype)

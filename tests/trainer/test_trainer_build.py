@@ -12,6 +12,7 @@ from infra.errors import ConfigError, SpecMismatch, StoreError
 from trainer.build import build_drafter, check_store, find_store
 from trainer.config import RECIPES, LossConfig, OptimConfig, SftConfig, changed_settings
 from trainer.engine import accumulation_steps, deepspeed_config, parameter_groups
+from trainer.run_folder import RunFolder
 
 
 @pytest.mark.parametrize("recipe", [p.stem for p in RECIPES.glob("*.toml")])
@@ -65,6 +66,16 @@ def test_store_of_other_settings_is_refused(tiny_store):
     ):
         with pytest.raises(SpecMismatch, match=words):
             check_store(store, cfg, target.model_copy(update=change))
+
+
+def test_a_run_keeps_its_features(in_tmp):
+    cfg = SftConfig(model="tiny", name="r")
+    run = RunFolder(cfg)
+    run.begin(cfg, {}, store_fingerprint="a" * 64)
+    RunFolder(cfg).check_store("a" * 64, allow_changed=False)
+    RunFolder(cfg).check_store("b" * 64, allow_changed=True)
+    with pytest.raises(ConfigError, match="began with the features aaaaaaaaaaaa, and the store now has bbbbbbbbbbbb"):
+        RunFolder(cfg).check_store("b" * 64, allow_changed=False)
 
 
 def test_soft_labels_need_a_teacher(tiny_store):
