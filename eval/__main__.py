@@ -1,5 +1,5 @@
 """`python -m eval [--model …] [--drafter …] [--suites a,b] [--suites-from FOLDER] [key=value …]`
-and `python -m eval compare A B`."""
+`python -m eval compare A B` · `python -m eval schedule …`"""
 
 import argparse
 import os
@@ -11,6 +11,10 @@ from infra.cli import main
 def run(argv: list[str]) -> int | None:
     if argv[:1] == ["compare"]:
         return _compare(argv[1:])
+    if argv[:1] == ["schedule"]:
+        from eval.schedule import run as schedule
+
+        return schedule(argv[1:])
     p = argparse.ArgumentParser(prog="python -m eval", description="τ, speed-up and the lossless check of a drafter")
     p.add_argument("--model", help="target: a name in features/targets or a TOML file")
     p.add_argument("--drafter", help="run folder or checkpoint folder; default: the newest run of the target")
