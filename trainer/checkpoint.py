@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from infra.errors import CheckpointError
+from infra.errors import CheckpointError, ResourceError
 from infra.provenance import write_json
 from trainer.engine import World
 
@@ -47,6 +47,9 @@ def save(engine: Any, run_folder: Path, meta: dict[str, Any], world: World, keep
     Args:
         meta: `step`, `samples_seen`, ...; world size and ZeRO stage are added.
         keep: newest checkpoints that stay.
+
+    Raises:
+        ResourceError: the disk has less room than parameters, masters and moments take (16 bytes per parameter).
     """
     root = run_folder / "checkpoints"
     name = f"step-{meta['step']:08d}"
@@ -54,7 +57,13 @@ def save(engine: Any, run_folder: Path, meta: dict[str, Any], world: World, keep
     if world.is_main:
         root.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(aside, ignore_errors=True)
-    world.barrier()
+    size = 16 * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+    full = world.is_main and shutil.disk_usage(root).free < size
+    if world.any(full):  # before a byte is written, and on every rank: nobody waits for one that gave up
+        raise ResourceError(
+            f"the disk of {root} has no room for a checkpoint of {size / 1e9:.2f} GB; free space and run the same command "
+            "again: the run goes on from the checkpoint before"
+        )
     engine.save_checkpoint(str(aside), tag="state", save_latest=False, exclude_frozen_parameters=True)
     world.barrier()
     if world.is_main:

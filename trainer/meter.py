@@ -49,3 +49,8 @@ class Meter:
             out |= {f"accuracy_{k}": float(correct[k] / slots[k]) for k in range(1, self.block_size) if slots[k] > 0}
         self.last = out
         return out
+
+    def short(self) -> str:
+        """Accuracies at positions 1, 2, 4, 8 of the latest `reduce`, `0.31/0.12/0.05`; empty before the first."""
+        shown = [self.last.get(f"accuracy_{k}") for k in (1, 2, 4, 8)]
+        return "/".join(f"{a:.2f}" for a in shown if a is not None)

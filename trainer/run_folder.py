@@ -54,8 +54,8 @@ class RunFolder:
         if before != fingerprint:
             raise ConfigError(
                 f"run {str(self.path)!r} began with the features {str(before)[:12]}, and the store now has "
-                f"{fingerprint[:12]}; take another name (name=...), delete the folder, set data.store to the first store, "
-                "or go on all the same with --allow-changed"
+                f"{fingerprint[:12]}; take another name (name=...), delete the folder, set data.store to the first "
+                "store, or go on all the same with --allow-changed"
             )
 
     def begin(self, cfg: SftConfig, deepspeed: dict[str, Any], **extra: Any) -> None:

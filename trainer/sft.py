@@ -141,8 +141,8 @@ def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
                 tracker.metrics({"heldout/replay_tau_pooled": tau}, step)
             if world.is_main:
                 run.append(record)
-            shown = {"loss": loss, "acc1": meter.last.get("accuracy_1"), "τ": tau if tau > -math.inf else None}
-            progress.update(**{k: v for k, v in shown.items() if v is not None}, tokens_per_s=record["tokens_per_s"])
+            shown = {"loss": loss, "accuracy": meter.short(), "τ": tau if tau > -math.inf else ""}
+            progress.update(**{k: v for k, v in shown.items() if v != ""}, tokens_per_s=record["tokens_per_s"])
             if heldout and "heldout_tau" in record and tau > best_tau:
                 best_tau = tau
                 save_module(engine, world, lambda module: save_drafter(module, run.path / "drafter"))

@@ -150,3 +150,32 @@ def test_two_ranks_have_the_gradient_of_one(two_ranks, tiny_store, case):
 
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(two_ranks):
     assert [skipping for _, skipping in two_ranks] == [(False, True, True)] * 2
+
+
+def full_disk(world, store_uri: str, folder: str):
+    """Rank 0 finds the disk full: (every rank's message, names left in the checkpoint folder)."""
+    import shutil
+    from collections import namedtuple
+
+    from infra.errors import ResourceError
+    from trainer import checkpoint
+    from trainer.engine import build_engine
+
+    drafter, _, _ = parts(store_uri, config())
+    engine = build_engine(drafter, config(), world)
+    run = Path(folder)
+    checkpoint.save(engine, run, {"step": 1}, world, keep=2)
+    if world.is_main:
+        shutil.disk_usage = lambda path: namedtuple("usage", "total used free")(10, 10, 0)
+    try:
+        checkpoint.save(engine, run, {"step": 2}, world, keep=2)
+    except ResourceError as e:
+        found = checkpoint.latest(run)
+        return str(e), found.name, checkpoint.read_meta(found)["step"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_every_rank_and_keeps_the_checkpoint_before(tiny_store, tmp_path):
+    for message, name, step in spawn(2, full_disk, tiny_store, str(tmp_path)):
+        assert "no room for a checkpoint" in message and "run the same command again" in message
+        assert (name, step) == ("step-00000001", 1)
