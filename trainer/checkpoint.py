@@ -61,8 +61,8 @@ def save(engine: Any, run_folder: Path, meta: dict[str, Any], world: World, keep
     full = world.is_main and shutil.disk_usage(root).free < size
     if world.any(full):  # before a byte is written, and on every rank: nobody waits for one that gave up
         raise ResourceError(
-            f"the disk of {root} has no room for a checkpoint of {size / 1e9:.2f} GB; free space and run the same command "
-            "again: the run goes on from the checkpoint before"
+            f"the disk of {root} has no room for a checkpoint of {size / 1e9:.2f} GB; free space and run the same "
+            "command again: the run goes on from the checkpoint before"
         )
     engine.save_checkpoint(str(aside), tag="state", save_latest=False, exclude_frozen_parameters=True)
     world.barrier()
