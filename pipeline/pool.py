@@ -96,7 +96,7 @@ def run_pool(rows: list[pa.Table], work: type, arguments: dict[str, Any], cfg: R
         batch_size=1,
         batch_format="pyarrow",
         zero_copy_batch=True,
-        compute=ray.data.ActorPoolStrategy(size=min(actors, len(rows))),
+        compute=ray.data.ActorPoolStrategy(size=min(actors, len(rows)), max_tasks_in_flight_per_actor=2),
         num_cpus=cpus,
         num_gpus=cfg.gpus_per_actor or None,
         max_task_retries=cfg.max_failures,
@@ -122,29 +122,29 @@ def run_until_done(
                 failures = 0
                 yield result
         except ray.exceptions.RayError as e:
-            cause = _cause(e)
-            if isinstance(cause, FlashdraftError):
-                raise cause from e
-            if not isinstance(
-                cause, ray.exceptions.RayActorError | ray.exceptions.OutOfMemoryError | ray.exceptions.NodeDiedError
-            ):
+            chain = _chain(e)
+            for cause in chain:
+                if isinstance(cause, FlashdraftError):
+                    raise cause from None
+            deaths = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError)
+            if not any(isinstance(cause, deaths) for cause in chain):
                 raise
             failures += 1
             if failures >= 2:
-                reason = " ".join(str(cause).split())[:600]
+                reason = " ".join(str(e).split())[:800]
                 raise ResourceError(
                     f"the actors of {work.__name__} died again and again without a result ({reason}); "
                     "lower prefill.batch_tokens or regenerate.batch_size, or give the machine more memory"
                 ) from e
 
 
-def _cause(e: BaseException) -> BaseException:
-    """The innermost error: Ray wraps what a task raised."""
-    while True:
-        inner = getattr(e, "cause", None) or e.__cause__
-        if not isinstance(inner, BaseException):
-            return e
-        e = inner
+def _chain(e: BaseException | None) -> list[BaseException]:
+    """The error and what it wraps: Ray puts a task's own error into `cause`, or into `__cause__`."""
+    chain: list[BaseException] = []
+    while isinstance(e, BaseException) and e not in chain:
+        chain.append(e)
+        e = getattr(e, "cause", None) or e.__cause__
+    return chain
 
 
 @contextlib.contextmanager

@@ -148,10 +148,15 @@ class Prefiller:
         self.batch_tokens, self.top_k = batch_tokens, top_k
 
     def __call__(self, row: pa.Table) -> pa.Table:
-        shard = row["shard"][0].as_py()
-        features = features_of(self.target, documents_of(row), self.batch_tokens, self.top_k)
-        receipt = self.writer.write_shard(shard, features)
+        import ray
+
+        receipt = self.shard(row) | {"node": ray.get_runtime_context().get_node_id()}
         return pa.table({"receipt": [json.dumps(receipt)]})
+
+    def shard(self, row: pa.Table) -> dict[str, Any]:
+        """Compute, write, commit; the receipt."""
+        features = features_of(self.target, documents_of(row), self.batch_tokens, self.top_k)
+        return self.writer.write_shard(row["shard"][0].as_py(), features)
 
 
 def enter_actor(threads: int, cwd: str) -> None:

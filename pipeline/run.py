@@ -39,6 +39,7 @@ class FeaturesResult:
         counts: documents, tokens, rejects, shards, and `computed_shards` of this run.
         answers: share of truncated and repetitive answers, finish reasons (empty where the corpus's answers were kept).
         throughput: prefill tokens/s of this run over all actors; None when nothing was computed.
+        tokens_by_node: Ray's node id -> tokens computed there in this run.
     """
 
     store_path: str
@@ -50,6 +51,7 @@ class FeaturesResult:
     bytes: int
     throughput: float | None
     seconds: float
+    tokens_by_node: dict[str, int]
 
 
 def build_features(cfg: FeaturesConfig) -> FeaturesResult:
@@ -83,15 +85,17 @@ def _build(cfg: FeaturesConfig, began: float) -> FeaturesResult:
     check_room(uri, spec, plan, max_bytes=cfg.prefill.max_bytes, missing=_missing_if_there(uri))
     writer = create_store(root, spec, plan)
     computed, tokens, seconds = 0, 0, 0.0
+    by_node: dict[str, int] = {}
     for receipt, elapsed in prefill(cfg, writer, documents, guess.tokens):
         seconds = elapsed
         computed += 1
         tokens += receipt["tokens"]
+        by_node[receipt["node"]] = by_node.get(receipt["node"], 0) + receipt["tokens"]
     throughput = tokens / seconds if tokens else None
     if throughput:
         write_json(cfg.work_folder.parent / "prefill_rate.json", {"tokens_per_second": throughput})
     summary = writer.finish()
-    result = _result(cfg, spec, writer.uri, record, summary, computed, throughput, began)
+    result = _result(cfg, spec, writer.uri, record, summary, computed, throughput, began, by_node)
     write_json(cfg.work_folder / "features.json", asdict(result))
     return result
 
@@ -170,6 +174,7 @@ def _result(
     computed: int,
     throughput: float | None,
     began: float,
+    by_node: dict[str, int] | None = None,
 ) -> FeaturesResult:
     counts = record["counts"] | {
         "stored_documents": summary.get("documents", 0),
@@ -188,4 +193,5 @@ def _result(
         summary["bytes"],
         throughput,
         time.monotonic() - began,
+        by_node or {},
     )

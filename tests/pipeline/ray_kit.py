@@ -1,15 +1,17 @@
 """Small corpora and runs for the tests that start Ray."""
 
+import contextlib
 import json
 
 import numpy as np
+import psutil
 import torch
 
 from features.reader import FeatureStore
 from pipeline.config import resolve
 
 
-def corpus_file(folder, rows=24):
+def corpus_file(folder, rows=60):
     """A corpus with answers of mixed lengths, and its TOML; nothing to regenerate."""
     data = [
         {"prompt": f"Question {i}: {'why ' * (i % 7)}?", "response": f"Answer {i}. " + "because " * (i * 5 % 17)}
@@ -25,7 +27,20 @@ def corpus_file(folder, rows=24):
 
 
 def configured(folder, corpus, *overrides, name="a"):
-    return resolve("tiny", corpus, [f"store_root={folder}/store-{name}", f"data_root={folder}/data-{name}", *overrides])
+    return resolve(
+        "tiny",
+        corpus,
+        [f"store_root={folder}/store-{name}", f"data_root={folder}/data-{name}", "ray.actors=1", *overrides],
+    )
+
+
+def actor_processes():
+    """Pids of the actors of Ray Data below this process; Ray's own list of actors needs its dashboard."""
+    names = {}
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            names[child.pid] = " ".join(child.cmdline())
+    return [pid for pid, name in names.items() if name.startswith("ray::MapWorker")]
 
 
 def content(uri):

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from ray_kit import assert_equal_stores, assert_features_are_the_targets, configured, corpus_file
+from ray_kit import actor_processes, assert_equal_stores, assert_features_are_the_targets, configured, corpus_file
 
-from infra.errors import ResourceError
+from infra.errors import ResourceError, StoreError
 from pipeline.config import RayConfig
+from pipeline.documents import build_documents
+from pipeline.front import TargetFront
 from pipeline.pool import run_until_done, start_ray
 from pipeline.run import build_features
 from pipeline.summary import text
@@ -41,9 +43,9 @@ def undisturbed(ray_local, tmp_path_factory):
 def test_store_holds_the_targets_features(undisturbed, tiny):
     _, _, result = undisturbed
     assert result.complete and result.counts["computed_shards"] == result.counts["shards"] >= 4
-    assert result.counts["stored_documents"] == result.counts["documents"] == 24
+    assert result.counts["stored_documents"] == result.counts["documents"] == 60
     assert_features_are_the_targets(result.store_path, tiny)
-    assert "24" in text(result)
+    assert "60" in text(result)
 
 
 def test_regenerated_corpus_and_what_a_second_run_does(ray_local, tmp_path, tiny):
@@ -66,8 +68,9 @@ def test_regenerated_corpus_and_what_a_second_run_does(ray_local, tmp_path, tiny
         p: t for p, t in before.items() if Path(p).name not in rewritten
     }
 
-    larger = build_features(configured(tmp_path, "demo", "sources.demo.count=15", *changes))
-    assert larger.counts["documents"] == 19
+    larger = configured(tmp_path, "demo", "sources.demo.count=15", *changes)
+    documents, _ = build_documents(larger, TargetFront(larger.target))
+    assert len(documents) == 19
     parts = sorted((tmp_path / "data-a" / "tiny").glob("responses-*/part-*.parquet"))
     answers = sum(pa.parquet.read_table(p).num_rows for p in parts)
     assert answers == 19, "the larger corpus asks only for its three new prompts"
@@ -75,19 +78,17 @@ def test_regenerated_corpus_and_what_a_second_run_does(ray_local, tmp_path, tiny
 
 def test_killed_worker(undisturbed, ray_local):
     folder, corpus, expected = undisturbed
-    cfg = configured(folder, corpus, "ray.actors=1", name="worker")
-    killed = []
+    cfg = configured(folder, corpus, name="worker")
+    killed, before = [], actor_processes()
 
     def kill_one():
         while not killed:
-            if list(folder.glob("store-worker/tiny/*/commits/*.json")):
-                for actor in ray_local.util.state.list_actors(filters=[("state", "=", "ALIVE")]):
-                    if "MapWorker" in actor.class_name and actor.pid:
-                        os.kill(actor.pid, signal.SIGKILL)
-                        killed.append(actor.pid)
-            time.sleep(0.02)
-
-    import ray.util.state  # noqa: F401
+            actors = [pid for pid in actor_processes() if pid not in before]
+            while actors and not list(folder.glob("store-worker/tiny/*/commits/*.json")):
+                time.sleep(0.005)
+            for pid in actors:
+                os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
 
     thread = threading.Thread(target=kill_one, daemon=True)
     thread.start()
@@ -106,13 +107,20 @@ class Dies:
         os._exit(17)
 
 
+class Refuses(Dies):
+    def __call__(self, row):
+        raise StoreError("the store is gone; bring it back")
+
+
 def test_crash_looping_actor_ends_the_job_with_its_reason(ray_local):
-    sys.modules.setdefault("test_pipeline_run", sys.modules[__name__])
+    ray_local.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     rows = [pa.table({"x": [i]}) for i in range(2)]
     began = time.monotonic()
     with pytest.raises(ResourceError, match="died again and again"):
         list(run_until_done(lambda: rows, Dies, {}, RayConfig(actors=1, max_failures=1)))
     assert time.monotonic() - began < 120
+    with pytest.raises(StoreError, match="bring it back"):
+        list(run_until_done(lambda: rows, Refuses, {}, RayConfig(actors=1)))
 
 
 @pytest.mark.spawn

@@ -1,0 +1,239 @@
+"""`make bench PART=pipeline`: prefill and regeneration against plain transformers, in one run.
+
+    python -m pipeline.bench [model=smollm2-135m] [documents=48] [prompts=24] [new_tokens=96] [ray=true]
+
+Every pair is timed in turns (ours, opponent, ours, opponent) and the better time of each counts, so that other work on
+the machine hits both. One thread, unless OMP_NUM_THREADS says otherwise.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from features.plan import DOCUMENT_SCHEMA, document_id, make_plan
+from features.target import Target, load_target
+from features.writer import StoreWriter, create_store
+from infra.cli import main
+from infra.config import Config, apply_overrides, validate
+from infra.provenance import provenance, write_json
+from pipeline.config import FeaturesConfig, resolve
+from pipeline.front import TargetFront
+from pipeline.generate import Generator, Request
+from pipeline.prefill import Prefiller, batches, documents_of, shard_row
+from pipeline.prompts import generate_prompts
+from pipeline.render import Renderer
+from pipeline.run import build_features, feature_spec
+
+
+class BenchConfig(Config):
+    model: str = "smollm2-135m"
+    documents: int = 48
+    """documents of 64 to 512 tokens for prefill"""
+    prompts: int = 24
+    """prompts for regeneration"""
+    new_tokens: int = 96
+    repeats: int = 2
+    ray: bool = True
+    """also measure the scaling with the corpus and with actors, through Ray"""
+
+
+def run() -> int:
+    bench = validate(BenchConfig, apply_overrides({}, sys.argv[1:]), "pipeline.bench")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [f"store_root={folder}/store", f"data_root={folder}/data", "prefill.shard_tokens=16384"]
+        cfg = resolve(bench.model, "demo", overrides)
+        target = load_target(cfg.target)
+        rows = [*prefill_rows(bench, cfg, target), regeneration_row(bench, cfg, target)]
+        del target
+        if bench.ray:
+            rows += scaling_rows(cfg, Path(folder))
+    out = Path("runs/bench/pipeline.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, rows)
+    write_json(out.with_name("pipeline.provenance.json"), provenance(config=bench.model_dump()))
+    return 0
+
+
+def prefill_rows(bench: BenchConfig, cfg: FeaturesConfig, target: Target) -> list[dict[str, Any]]:
+    table = random_documents(bench.documents, target.vocab_size, min(512, cfg.target.max_length))
+    plan = make_plan(table, cfg.prefill.shard_tokens)
+    spec = feature_spec(cfg, TargetFront(cfg.target), table)
+    index = {d: i for i, d in enumerate(table["document"].to_pylist())}
+    tokens = sum(plan["length"].to_pylist())
+    tries = iter(range(1000))
+
+    def ours() -> None:
+        with tempfile.TemporaryDirectory(dir=cfg.store_root.rsplit("/", 1)[0]) as root:
+            writer = create_store(f"{root}/{next(tries)}", spec, plan)
+            actor = actor_of(target, writer, cfg)
+            for shard in writer.missing_shards():
+                actor.shard(shard_row(writer, shard, index, table))
+
+    def bare() -> None:
+        with tempfile.TemporaryDirectory() as root:
+            writer = create_store(root, spec, plan)
+            for shard in writer.missing_shards():
+                for batch in batches(documents_of(shard_row(writer, shard, index, table)), cfg.prefill.batch_tokens):
+                    ids_BS = torch.zeros(len(batch), len(batch[0].token_ids_S), dtype=torch.long)
+                    for row, d in enumerate(batch):
+                        ids_BS[row, : len(d.token_ids_S)] = torch.from_numpy(d.token_ids_S.astype(np.int64))
+                    with torch.inference_mode():
+                        target.model(ids_BS, use_cache=False)
+
+    def naive() -> None:
+        for ids in table["token_ids"].to_pylist():
+            with torch.inference_mode():
+                target.model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+
+    return [
+        rate(
+            "prefill, one actor, writing included",
+            tokens,
+            ours,
+            bare,
+            "transformers, same batches, nothing written",
+            bench,
+        ),
+        rate(
+            "prefill, one actor, writing included",
+            tokens,
+            ours,
+            naive,
+            "output_hidden_states, batch 1, unsorted",
+            bench,
+        ),
+    ]
+
+
+def regeneration_row(bench: BenchConfig, cfg: FeaturesConfig, target: Target) -> dict[str, Any]:
+    renderer = Renderer(cfg.target, target.tokenizer, target.chat_template(), target.stop_ids)
+    prompts = [p.text for p in generate_prompts(bench.prompts, 0, seed=1)]
+    ids = [renderer.prompt_ids(({"role": "user", "content": p},)) for p in prompts]
+    ids = [i[-cfg.target.max_length // 2 :] for i in ids]
+    few = ids[:: max(len(ids) // 6, 1)]  # one at a time takes long: a sample, compared per token
+
+    def ours() -> int:
+        requests = [Request(str(n), i, bench.new_tokens) for n, i in enumerate(ids)]
+        return sum(len(r.token_ids) for r in Generator(target, cfg.regenerate).generate(requests))
+
+    def alone() -> int:
+        made = 0
+        for i in few:
+            prompt = torch.tensor([i])
+            out = target.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=bench.new_tokens,
+                do_sample=False,
+                eos_token_id=sorted(target.stop_ids),
+                pad_token_id=0,
+            )
+            made += out.shape[1] - prompt.shape[1]
+        return made
+
+    a, b = best_rates(ours, alone, bench.repeats)
+    return result("regeneration", "tokens/s", a, b, "generate, one prompt at a time")
+
+
+def scaling_rows(cfg: FeaturesConfig, folder: Path) -> list[dict[str, Any]]:
+    """Prefill rates through Ray: at 1, 2 and 4 times the corpus with one actor, and with two actors."""
+    rates = {}
+    for actors, times in ((1, 1), (1, 2), (1, 4), (2, 4)):
+        corpus = kept_corpus(folder, 40 * times)
+        name = f"{folder}/scale-{actors}-{times}"
+        overrides = [
+            f"store_root={name}/store",
+            f"data_root={name}/data",
+            f"ray.actors={actors}",
+            "ray.cpus_per_actor=1",
+        ]
+        made = build_features(resolve(cfg.target.name, corpus, [*overrides, "prefill.shard_tokens=4096"]))
+        rates[actors, times] = made.throughput
+        print(f"{actors} actors, {times} x the corpus: {made.throughput:,.0f} tokens/s, start included", flush=True)
+    return [
+        result("prefill through Ray at 4 x the corpus", "tokens/s", rates[1, 4], rates[1, 1], "at 1 x the corpus"),
+        result("prefill through Ray with 2 actors", "tokens/s", rates[2, 4], rates[1, 4], "1 actor"),
+    ]
+
+
+class actor_of:
+    """A `Prefiller` around a loaded target, without Ray."""
+
+    def __init__(self, target: Target, writer: StoreWriter, cfg: FeaturesConfig):
+        self.actor = object.__new__(Prefiller)
+        self.actor.target, self.actor.writer = target, writer
+        self.actor.batch_tokens, self.actor.top_k = cfg.prefill.batch_tokens, cfg.prefill.top_k
+        self.shard = self.actor.shard
+
+
+def random_documents(n: int, vocab: int, longest: int) -> pa.Table:
+    g = np.random.default_rng(0)
+    rows = []
+    for _ in range(n):
+        length = int(g.integers(min(64, longest // 2), longest + 1))
+        tokens, mask = (
+            g.integers(0, vocab, length).astype(np.int32),
+            (np.arange(length) >= length // 3).astype(np.uint8),
+        )
+        document = document_id(tokens, mask)
+        rows.append((document, tokens, mask, "bench", "train", length // 3))
+    return pa.Table.from_pylist(
+        [dict(zip(DOCUMENT_SCHEMA.names, r, strict=True)) for r in rows], schema=DOCUMENT_SCHEMA
+    )
+
+
+def kept_corpus(folder: Path, rows: int) -> str:
+    """A corpus whose answers are kept: `rows` documents of about 150 words."""
+    words = " ".join(p.text for p in generate_prompts(60, 0, seed=2)).split()
+    data = [
+        {"prompt": f"Say {i}", "response": " ".join(words[i * 7 % 500 : i * 7 % 500 + 100 + i % 40])}
+        for i in range(rows)
+    ]
+    (folder / f"kept-{rows}.jsonl").write_text("".join(json.dumps(d) + "\n" for d in data))
+    toml = folder / f"kept-{rows}.toml"
+    toml.write_text(
+        f'[sources.kept]\nkind = "files"\npaths = ["{folder}/kept-{rows}.jsonl"]\n[regenerate]\nengine = "none"\n'
+    )
+    return str(toml)
+
+
+def rate(
+    what: str, tokens: int, ours: Callable[[], None], opponent: Callable[[], None], name: str, bench: BenchConfig
+) -> dict[str, Any]:
+    a, b = best_rates(lambda: ours() or tokens, lambda: opponent() or tokens, bench.repeats)
+    return result(what, "tokens/s", a, b, name)
+
+
+def best_rates(ours: Callable[[], int], opponent: Callable[[], int], repeats: int) -> tuple[float, float]:
+    best = [0.0, 0.0]
+    for _ in range(repeats):
+        for n, work in enumerate((ours, opponent)):
+            began = time.perf_counter()
+            made = work()
+            best[n] = max(best[n], made / (time.perf_counter() - began))
+    return best[0], best[1]
+
+
+def result(what: str, unit: str, ours: float, opponent: float, name: str) -> dict[str, Any]:
+    return {
+        "what": what,
+        "unit": unit,
+        "ours": ours,
+        "opponent": opponent,
+        "opponent_name": name,
+        "ratio": ours / opponent,
+    }
+
+
+if __name__ == "__main__":
+    main(run)
