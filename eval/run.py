@@ -59,6 +59,8 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     out = output_folder(cfg, folders[AFTER])
     target = load_matching_target(cfg, folders)
     drafters = load_drafters(cfg, target, folders)
+    if cfg.max_new_tokens is None:
+        cfg = cfg.model_copy(update={"max_new_tokens": 128 if target.device.type == "cpu" else 2048})
     store = open_store(cfg, target) if HELDOUT in cfg.suites else None
     suites = load_suites(cfg, store)
     settings = DecodeSettings(

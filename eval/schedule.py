@@ -169,16 +169,11 @@ def allocate(survival_RN: Sequence[Sequence[float]], cost_ms: Callable[[int], fl
 
 
 def measured_throughput(
-    target: Target,
-    proposer: Proposer | None,
-    prompts: list[list[int]],
-    c: int,
-    b: int | Callable[[int], int],
-    tokens: int,
+    target: Target, proposer: Proposer, prompts: list[list[int]], c: int, b: int, tokens: int
 ) -> tuple[float, float]:
     """(tokens per second, τ) of batched decoding, over the passes that really had c sequences."""
     prompts = [prompts[i % len(prompts)] for i in range(2 * c)]
-    settings = DecodeSettings(max_new_tokens=tokens, batch_size=c, verify_length=b if proposer else None)
+    settings = DecodeSettings(max_new_tokens=tokens, batch_size=c, verify_length=b)
     traces = decode(target, proposer, prompts, settings)
     full = [x for t in traces for x in t.cycles if x.concurrency == c]
     if not full:
@@ -239,7 +234,8 @@ def text(result: dict[str, Any]) -> str:
         check = checked.get(int(c))
         lines.append(
             [
-                str(c), str(row["best"]), f"{row['tokens_per_s'][row['best']]:.1f}", f"{row['speedup_over_plain']:.2f}×",
+                str(c), str(row["best"]), f"{row['tokens_per_s'][row['best']]:.1f}",
+                f"{row['speedup_over_plain']:.2f}×",
                 f"{row['gain_over_full']:+.0%}", f"{row['gain_over_half']:+.0%}",
                 f"{check['measured_tokens_per_s']:.1f} (b = {check['b']})" if check else "–",
                 f"{check['error']:+.0%}" if check else "–",
@@ -258,8 +254,8 @@ def text(result: dict[str, Any]) -> str:
     if missed:
         cost = sum(abs(r["error_here"]) > 0.15 for r in missed)
         rows.append(
-            f"The prediction misses by more than 15 % in {len(missed)} of {len(result['checked'])} checks: in {cost} of "
-            f"them the cost table is off, in {len(missed) - cost} these answers have another τ than the suite."
+            f"The prediction misses by more than 15 % in {len(missed)} of {len(result['checked'])} checks: in {cost} "
+            f"of them the cost table is off, in {len(missed) - cost} these answers have another τ than the suite."
         )
     return "\n".join(rows)
 

@@ -19,7 +19,7 @@ def linear(concurrency, lengths, base=6.54, slope=0.0177, draft=0.0):
 
 
 def test_published_costs_give_the_published_shape():
-    """B200 fit and a profile with τ(16) = 8.16: whole blocks while the machine is idle, shorter ones when it is full."""
+    """B200 fit, a profile with τ(16) about 8: whole blocks while the machine is idle, shorter when it is full."""
     S, tau = 1.0, {}
     for b in range(2, 17):
         S *= 0.9 if b < 10 else 0.85
