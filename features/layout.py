@@ -12,6 +12,7 @@ Legend: N tokens of the whole store, S tokens of a shard, c tokens of a chunk, L
 candidates.
 """
 
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +24,8 @@ from features.spec import FeatureSpec
 from infra.errors import StoreError
 from infra.provenance import sha256_hex
 
-CHUNK_BYTES = 512 * 1024
-"""upper bound of an inner chunk of the wide arrays: small enough for the L2 cache (a chunk is checked where it was just
+CHUNK_BYTES = 1024 * 1024
+"""upper bound of an inner chunk of the wide arrays: small enough for the cache (a chunk is checked where it was just
 read) and for prefix reads over S3, large enough that Python's work per chunk (~10 us) disappears"""
 ABSENT = 2**64 - 1
 HIDDEN_BITS = {"bf16": "<u2", "fp8_e4m3": "|u1", "fp32": "<u4"}
@@ -45,11 +46,11 @@ class ArrayLayout:
     meaning: str
     logical: str = ""
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
         return np.dtype(self.dtype).itemsize * int(np.prod(self.trailing, dtype=np.int64))
 
-    @property
+    @functools.cached_property
     def chunk_bytes(self) -> int:
         return self.chunk_tokens * self.row_bytes
 
@@ -131,7 +132,7 @@ def array_layouts(spec: FeatureSpec) -> dict[str, ArrayLayout]:
 def _chunk_tokens(shard_tokens: int, row_bytes: int) -> int:
     """The largest power of two that divides the shard and keeps a chunk within CHUNK_BYTES.
 
-    D = 4096, 5 taps, bf16: 40,960 B per row -> 8 rows (328 KB); D = 1024: 32 rows.
+    D = 4096, 5 taps, bf16: 40,960 B per row -> 16 rows (655 KB); D = 1024: 64 rows.
     """
     c = 1
     while shard_tokens % (2 * c) == 0 and 2 * c * row_bytes <= CHUNK_BYTES:

@@ -23,7 +23,8 @@ import pyarrow.compute as pc
 import torch
 
 from features import commits as cm
-from features.files import LocalFiles, ObjectFiles, open_files
+from features.buffers import Buffers
+from features.files import IOV, LocalFiles, ObjectFiles, open_files
 from features.layout import ArrayLayout, array_layouts, check_chunk, damaged, decode_index
 from features.plan import num_shards
 from features.precision import LOAD_DTYPE, decode_fp8
@@ -32,6 +33,7 @@ from features.writer import read_plan, rejects_table
 from infra.errors import StoreError
 
 Verify = Literal["first_touch", "always", "never"]
+RESERVE_BYTES = 128 * 2**20  # what dropped features leave for the next; 3,072 tokens at D = 4096 take 126 MB
 MAX_HANDLES = 128  # open shard objects per reader; the usual limit of a process is 1,024 files
 
 
@@ -143,7 +145,7 @@ class FeatureStore:
         row = self.row(document)
         first, count = self._range(row, start, stop)
         S, L, D = count, self.spec.num_taps, self.spec.hidden_size
-        hidden = torch.empty((S, L, D), dtype=LOAD_DTYPE[self.spec.storage_dtype])
+        hidden = self.buffers.empty((S, L, D), LOAD_DTYPE[self.spec.storage_dtype])
         self.read_hidden(row, hidden, start)
         if taps is not None:
             hidden = hidden[:, self.tap_indices(taps)].contiguous()
@@ -233,6 +235,7 @@ class FeatureStore:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._handles: OrderedDict[tuple[str, int], ShardObject] = OrderedDict()
+        self.buffers = Buffers(RESERVE_BYTES)
         self._checked: dict[tuple[str, int], int] = {}  # bit i: chunk i was found intact by this reader
         self.files = open_files(self.uri)
         self._foreign = self._foreign_arrays() if hasattr(self, "layouts") else {}
@@ -241,7 +244,7 @@ class FeatureStore:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("files", "_lock", "_handles", "_checked", "_pid", "_foreign")
+        mine = ("files", "buffers", "_lock", "_handles", "_checked", "_pid", "_foreign")
         return {k: v for k, v in self.__dict__.items() if k not in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -265,8 +268,8 @@ class ShardObject:
         if size != record.bytes:
             raise damaged(self.where, f"it has {size} bytes and its commit says {record.bytes}")
         tail = np.empty(self.layout.index_bytes, np.uint8)
-        self._read([(size - len(tail), tail)])
-        self.index = decode_index(self.layout, tail.tobytes(), size, self.where).tolist()
+        self._read([(size - len(tail), [tail])])
+        self.index: list[int] = decode_index(self.layout, tail.tobytes(), size, self.where)[:, 0].tolist()
 
     def _open(self, store: FeatureStore, shard: int, name: str) -> int:
         waiting = cm.attempt_path(shard, store._commits[shard].attempt, name)  # committed, not yet under its Zarr name
@@ -287,53 +290,65 @@ class ShardObject:
             os.close(self.fd)
 
     def read_rows(self, first: int, count: int, out: np.ndarray, verify: Verify) -> None:
+        """Bytes of rows [first, first + count) into `out` (uint8, flat)."""
         c, row_bytes, size = self.layout.chunk_tokens, self.layout.row_bytes, self.layout.chunk_bytes
         checked = self.checked.get(self.key, 0) if verify == "first_touch" else 0
-        verified = 0
+        reads: list[tuple[int, list[Any]]] = []  # (offset in the object, buffers)
+        checks = []
         # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
-        wanted = []  # (chunk, destination, first byte wanted inside the chunk)
         for i in range(first // c, -(-(first + count) // c)):
             lo, hi = max(first, i * c), min(first + count, (i + 1) * c)
             part = out[(lo - first) * row_bytes : (hi - first) * row_bytes]
-            if self.index[i][0] < 0:
+            offset = self.index[i]
+            if offset < 0:
                 part[:] = 0
+            elif verify == "never" or checked >> i & 1:
+                self._append(reads, offset + (lo - i * c) * row_bytes, part)
             else:
-                wanted.append((i, part, (lo - i * c) * row_bytes))
-        group = (
-            1 if self.fd >= 0 else len(wanted)
-        )  # locally chunk by chunk: checked while in the cache; remotely at once
-        for g in range(0, len(wanted), max(group, 1)):
-            reads, checks = [], []
-            for i, part, skip in wanted[g : g + group]:
-                offset = self.index[i][0]
-                if verify == "never" or checked >> i & 1:
-                    reads.append((offset + skip, part))
-                    continue
                 whole = part if len(part) == size else np.empty(size, np.uint8)
                 crc = np.empty(4, np.uint8)
-                reads.append((offset, whole, crc))
-                checks.append((i, whole, crc, part, skip))
-            self._read(reads)
-            for i, whole, crc, part, skip in checks:
-                check_chunk(whole, crc, self.where, i)
-                verified |= 1 << i
-                if whole is not part:
-                    part[:] = whole[skip : skip + len(part)]
-        if verified and verify == "first_touch":
-            self.checked[self.key] = self.checked.get(self.key, 0) | verified
+                reads.append((offset, [whole, crc]))
+                checks.append((i, whole, crc, part, (lo - i * c) * row_bytes))
+                if self.fd >= 0:  # checked at once, while it is in the cache
+                    self._read(reads)
+                    self._check(checks)
+                    reads, checks = [], []
+                checked |= 1 << i
+        self._read(reads)
+        self._check(checks)
+        if verify == "first_touch":
+            self.checked[self.key] = self.checked.get(self.key, 0) | checked
 
-    def _read(self, reads: list[tuple]) -> None:
-        """Fill the buffers of each (offset, buffer, ...) with the object's bytes from `offset` on."""
+    def _append(self, reads: list[tuple[int, list[Any]]], offset: int, part: np.ndarray) -> None:
+        """Add a read, as part of the last one where only a checksum lies between: one call for a whole document."""
+        if reads and len(reads[-1][1]) < IOV:
+            start, buffers = reads[-1]
+            end = start + sum(map(len, buffers))
+            if offset == end + 4:
+                buffers += [bytearray(4), part]
+                return
+        reads.append((offset, [part]))
+
+    def _check(self, checks: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, int]]) -> None:
+        for i, whole, crc, part, skip in checks:
+            check_chunk(whole, crc, self.where, i)
+            if whole is not part:
+                part[:] = whole[skip : skip + len(part)]
+
+    def _read(self, reads: list[tuple[int, list[Any]]]) -> None:
+        """Fill the buffers of each read with the object's bytes from its offset on."""
+        if not reads:
+            return
         if self.fd >= 0:
-            for offset, *buffers in reads:
-                want = sum(len(b) for b in buffers)
+            for offset, buffers in reads:
+                want = sum(map(len, buffers))
                 if os.preadv(self.fd, buffers, offset) != want:
                     raise damaged(self.where, f"it ends before byte {offset + want}")
             return
         assert isinstance(self.files, ObjectFiles)
-        starts = [r[0] for r in reads]
-        ends = [r[0] + sum(len(b) for b in r[1:]) for r in reads]
-        for (_, *buffers), data in zip(reads, self.files.read_ranges(self.path, starts, ends), strict=True):
+        starts = [offset for offset, _ in reads]
+        ends = [offset + sum(map(len, buffers)) for offset, buffers in reads]
+        for (_, buffers), data in zip(reads, self.files.read_ranges(self.path, starts, ends), strict=True):
             raw, at = np.frombuffer(data, np.uint8), 0
             for b in buffers:
                 b[:] = raw[at : at + len(b)]

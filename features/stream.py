@@ -27,6 +27,7 @@ import pydantic
 import torch
 from pydantic import Field
 
+from features.buffers import Buffers
 from features.order import draw_anchors, permuted, spread_rows
 from features.reader import FeatureStore
 from infra.config import Config
@@ -172,6 +173,8 @@ class AnchorStream:
         self.accumulation = G // (m * world)
         self.samples_seen = samples_seen
         self.data_wait_s = self.last_wait_s = 0.0
+        hidden_bytes = store.spec.num_taps * store.spec.hidden_size * 4
+        self.buffers = Buffers(cfg.prefetch * m * store.spec.max_length * hidden_bytes)
         self.context_tokens = cfg.context_tokens or m * store.spec.max_length
 
     def state(self) -> dict[str, int]:
@@ -255,7 +258,7 @@ class AnchorStream:
         spec, i64 = store.spec, torch.int64
         dtype = torch.float32 if spec.storage_dtype == "fp32" else torch.bfloat16
         b = AnchorBatch(
-            hidden_SLD=torch.empty((S, spec.num_taps, spec.hidden_size), dtype=dtype, pin_memory=self.pin),
+            hidden_SLD=self._empty((S, spec.num_taps, spec.hidden_size), dtype),
             positions_S=torch.zeros(S, dtype=i64),
             document_S=torch.full((S,), -1, dtype=i64),
             token_ids_S=torch.zeros(S, dtype=i64),
@@ -281,6 +284,11 @@ class AnchorStream:
             s, a = s + n, a + len(positions)
         b.hidden_SLD[s:] = 0
         return b.pin() if self.pin else b
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if self.pin:
+            return torch.empty(shape, dtype=dtype, pin_memory=True)  # torch keeps a reserve of its own for these
+        return self.buffers.empty(shape, dtype)
 
     def _place(self, b: AnchorBatch, d: int, row: int, positions: np.ndarray, s: int, n: int, a: int) -> None:
         """Document `row` as the d-th of the batch: context rows [s, s + n), blocks from a on."""

@@ -9,7 +9,6 @@ Legend: S tokens of a document, L taps, D hidden size, k teacher candidates.
 """
 
 import datetime
-import importlib.metadata
 import io
 import json
 import uuid
@@ -203,7 +202,7 @@ class StoreWriter:
             objects=records,
             rejected=rejected,
             documents=[(r["document"], r["start"], r["length"]) for r in rows if r["document"] not in gone],
-            versions={p: importlib.metadata.version(p) for p in ("torch", "numpy")},
+            versions={"torch": torch.__version__, "numpy": np.__version__},
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
         won = self.files.create(cm.commit_path(shard), commit.to_json())

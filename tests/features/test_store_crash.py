@@ -149,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=int(os.environ.get("STORE_EXAMPLES", "25")),
+    max_examples=int(os.environ.get("STORE_EXAMPLES", "20")),
     stateful_step_count=15,
     deadline=None,
     suppress_health_check=list(HealthCheck),

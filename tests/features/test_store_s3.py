@@ -153,7 +153,7 @@ def test_stream_and_conversion_are_those_of_a_folder(root, tmp_path, corpus):
 
 
 def test_prefix_reads_fetch_only_their_chunks(root):
-    corpus = Corpus(n=4, max_length=48, hidden_size=8192, shard_tokens=128)  # 8 rows of 49 kB each make a chunk
+    corpus = Corpus(n=4, max_length=48, hidden_size=8192, shard_tokens=128)  # 16 rows of 49 kB make a chunk
     store = FeatureStore.open(corpus.build(root).uri)
     fetched = []
 
@@ -167,7 +167,7 @@ def test_prefix_reads_fetch_only_their_chunks(root):
     store.read(row, stop=4)
     hidden = sum(n for path, n in fetched if path.startswith("hidden"))
     layout = store.layouts["hidden"]
-    assert layout.chunk_tokens == 8
+    assert layout.chunk_tokens == 16
     assert hidden <= 2 * (layout.chunk_bytes + 4) + layout.index_bytes
 
 

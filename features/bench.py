@@ -1,0 +1,272 @@
+"""The store against what else one could use: `python -m features.bench [--small]`, `make bench PART=features`.
+
+Every ratio is taken within this run, the sides in turn, the best of several rounds: absolute numbers of a shared
+machine mean little. Writes runs/bench/features.json. Needs 4 GB of disk and as much page cache (`--small`: 0.3 GB).
+
+Legend: S tokens, L taps, D hidden size.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import safetensors
+import safetensors.torch
+import torch
+import zarr
+
+from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
+from features.reader import FeatureStore
+from features.spec import FeatureSpec
+from features.stream import AnchorStream, StreamConfig
+from features.writer import DocumentFeatures, StoreWriter, create_store
+from infra.cli import main
+from infra.provenance import provenance, write_json
+
+TAPS = (1, 9, 17, 25, 33)
+OUT = Path("runs/bench/features.json")
+
+
+def corpus(tokens: int, low: int, high: int, seed: int = 0) -> pa.Table:
+    """Random documents of low to high tokens, the first third of each a prompt."""
+    rng, rows, total = np.random.default_rng(seed), [], 0
+    while total < tokens:
+        n = int(rng.integers(low, high + 1))
+        ids, mask = rng.integers(0, 32_000, n, dtype=np.int32), np.ones(n, np.uint8)
+        mask[: n // 3] = 0
+        rows.append((document_id(ids, mask), ids, mask, "bench", "train", n // 3))
+        total += n
+    columns = list(zip(*rows, strict=True))
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, DOCUMENT_SCHEMA, strict=True)]
+    return pa.table(arrays, schema=DOCUMENT_SCHEMA)
+
+
+def spec_of(documents: pa.Table, D: int, **changes: Any) -> FeatureSpec:
+    fields: dict[str, Any] = dict.fromkeys(
+        ("source_repo", "source_revision", "weights_digest", "tokenizer_digest", "chat_template_digest"), "bench"
+    )
+    fields |= {"target": f"bench-{D}", "tap_layer_ids": TAPS, "hidden_size": D, "max_length": 3072}
+    return FeatureSpec(**(fields | {"corpus_digest": corpus_digest(documents)} | changes))
+
+
+class Filler:
+    """DocumentFeatures of planned documents; the hidden states are windows of one random tensor."""
+
+    def __init__(self, documents: pa.Table, spec: FeatureSpec):
+        self.rows = {r["document"]: r for r in documents.select(["document", "token_ids", "loss_mask"]).to_pylist()}
+        self.noise = torch.randn(spec.max_length + 64, spec.num_taps, spec.hidden_size).to(torch.bfloat16)
+
+    def shard(self, writer: StoreWriter, shard: int) -> list[DocumentFeatures]:
+        return [self.one(d) for d in writer.shard_plan(shard)["document"].to_pylist()]
+
+    def one(self, document: str) -> DocumentFeatures:
+        row = self.rows[document]
+        n, at = len(row["token_ids"]), int(document[:4], 16) % 64
+        return DocumentFeatures(
+            document,
+            np.array(row["token_ids"], np.int32),
+            np.array(row["loss_mask"], np.uint8),
+            self.noise[at : at + n],
+            np.zeros(n, np.float32),
+        )
+
+
+def rates(amount: float, rounds: int, **sides: Callable[[], Any]) -> dict[str, float]:
+    """amount / best time of each side, in turns."""
+    best = dict.fromkeys(sides, float("inf"))
+    for _ in range(rounds):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            run()
+            best[name] = min(best[name], time.perf_counter() - began)
+    return {name: amount / t for name, t in best.items()}
+
+
+def row(what: str, unit: str, ours: float, opponent: float, name: str, ratio: float | None = None) -> dict[str, Any]:
+    ratio = ours / opponent if ratio is None else ratio
+    return {"what": what, "unit": unit, "ours": ours, "opponent": opponent, "opponent_name": name, "ratio": ratio}
+
+
+def bench_io(folder: Path, D: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Random documents read, and whole shards written, against four other formats with the same content."""
+    documents = corpus(tokens, 256, 3072)
+    spec = spec_of(documents, D, shard_tokens=16_384)
+    plan = make_plan(documents, spec.shard_tokens)
+    filler = Filler(documents, spec)
+    writer = create_store(str(folder / "store"), spec, plan)
+    for shard in writer.missing_shards():
+        writer.write_shard(shard, filler.shard(writer, shard))
+    writer.finish()
+    store = FeatureStore.open(writer.uri, verify="never")
+    S, L = spec.shard_tokens, spec.num_taps
+    where = [(r["document"], r["shard"], r["start"], r["length"]) for r in plan.to_pylist()]
+    flat = np.memmap(folder / f"flat-{D}", np.uint16, "w+", shape=(store.num_shards * S, L, D))
+    for shard in range(store.num_shards):
+        for document, s, a, n in where:
+            if s == shard:
+                bits = store.read(document).hidden_SLD.view(torch.int16).numpy().view(np.uint16)
+                flat[s * S + a : s * S + a + n] = bits
+                torch.save(torch.from_numpy(bits.copy()), folder / f"{document}.pt")
+        rows = torch.from_numpy(np.array(flat[shard * S : (shard + 1) * S])).view(torch.bfloat16)
+        safetensors.torch.save_file({"hidden": rows}, folder / f"{D}-{shard}.safetensors")
+    flat.flush()
+    flat = np.memmap(folder / f"flat-{D}", np.uint16, "r", shape=flat.shape)
+    array = zarr.open(writer.uri, mode="r")["hidden"]
+    order = np.random.default_rng(1).permutation(len(where)).tolist()
+    opened = {s: safetensors.safe_open(folder / f"{D}-{s}.safetensors", "pt") for s in range(store.num_shards)}
+    slices = {s: f.get_slice("hidden") for s, f in opened.items()}
+
+    def memmap() -> None:
+        for i in order:
+            _, s, a, n = where[i]
+            torch.from_numpy(np.array(flat[s * S + a : s * S + a + n])).view(torch.bfloat16)
+
+    def ours(reader: FeatureStore) -> None:
+        for i in order:
+            reader.read(i)
+
+    def per_shard() -> None:
+        for i in order:
+            _, s, a, n = where[i]
+            slices[s][a : a + n].clone()
+
+    def per_sample() -> None:
+        for i in order:
+            torch.load(folder / f"{where[i][0]}.pt")
+
+    def python() -> None:
+        for i in order:
+            _, s, a, n = where[i]
+            torch.from_numpy(array[s * S + a : s * S + a + n])
+
+    gigabytes = sum(w[3] for w in where) * L * D * 2 / 1e9
+    rate = rates(
+        gigabytes,
+        rounds,
+        memmap=memmap,
+        ours=lambda: ours(store),
+        first_touch=lambda: ours(FeatureStore.open(writer.uri, verify="first_touch")),
+        safetensors=per_shard,
+        pt=per_sample,
+        zarr=python,
+    )
+    title = f"random documents, warm, 5x{D}"
+    found = [
+        row(title, "GB/s", rate["ours"], rate["memmap"], "np.memmap of a flat file"),
+        row(title, "GB/s", rate["ours"], rate["pt"], "torch.save per sample"),
+        row(title, "GB/s", rate["ours"], rate["zarr"], "zarr-python on the same store"),
+        row(title, "GB/s", rate["ours"], rate["safetensors"], "safetensors per shard"),
+        row(f"{title}, first touch verified", "GB/s", rate["first_touch"], rate["memmap"], "np.memmap of a flat file"),
+    ]
+    return found + [bench_write(folder, writer, filler, D, rounds)]
+
+
+def bench_write(folder: Path, writer: StoreWriter, filler: Filler, D: int, rounds: int) -> dict[str, Any]:
+    """`write_shard` (checks, checksums, commit) against np.tofile of the same bytes; neither waits for the disk."""
+    content = filler.shard(writer, 0)
+    flat = torch.cat([d.hidden_SLD for d in content]).view(torch.int16).numpy()
+
+    def ours() -> None:
+        for path in [f"commits/{0:08d}.json", *(a.key(0) for a in writer.layouts.values()), "manifest.json"]:
+            writer.files.remove(path)
+        writer.write_shard(0, content)
+
+    def tofile() -> None:
+        (folder / "tofile").unlink(missing_ok=True)
+        flat.tofile(folder / "tofile")
+
+    rate = rates(flat.nbytes / 1e9, rounds + 2, tofile=tofile, ours=ours)
+    return row(
+        f"whole shards with checksums, 5x{D}", "GB/s", rate["ours"], rate["tofile"], "np.tofile of the same bytes"
+    )
+
+
+def bench_stream(folder: Path, D: int, steps: int) -> dict[str, Any]:
+    """Share of a 100 ms step that the consumer waits for its batch, with two workers."""
+    uri = next((folder / "store" / f"bench-{D}").iterdir())
+    cfg = StreamConfig(global_batch=1, workers=2, prefetch=4, shape="fixed")
+    stream = AnchorStream(FeatureStore.open(str(uri)), cfg)
+    batches = iter(stream)
+    next(batches)
+    stream.data_wait_s = 0.0
+    for _ in itertools.islice(batches, steps):
+        time.sleep(0.1)
+    share = stream.data_wait_s / (0.1 * steps + stream.data_wait_s)
+    batches.close()
+    return row(f"waiting in AnchorStream, 100 ms step, 5x{D}", "share", share, 0.05, "limit", 0.05 / max(share, 1e-4))
+
+
+MEMORY = """
+import json, sys, time
+import features.reader
+def resident():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmRSS")).split()[1]) / 1024
+before, began = resident(), time.perf_counter()
+store = features.reader.FeatureStore.open(sys.argv[1])
+opened = time.perf_counter() - began
+for row in range(0, len(store), max(1, len(store) // 3000)):
+    store.read(row)
+store.read(store.documents["document"][5].as_py())
+print(json.dumps([len(store), opened, resident() - before]))
+"""
+
+
+def bench_memory(folder: Path, documents: int) -> list[dict[str, Any]]:
+    """A store of many documents: seconds to open it, and memory above import after 3,000 reads."""
+    table = corpus(documents * 25, 16, 34)
+    spec = spec_of(table, 64, max_length=64, shard_tokens=8192)
+    plan = make_plan(table, spec.shard_tokens)
+    filler = Filler(table, spec)
+    writer = create_store(str(folder / "many"), spec, plan)
+    for shard in writer.missing_shards():
+        writer.write_shard(shard, filler.shard(writer, shard))
+    writer.finish()
+    command = [sys.executable, "-c", MEMORY, writer.uri]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": "."})
+    count, seconds, mib = json.loads(done.stdout)
+    return [
+        row(f"opening a store of {count:,} documents", "s", seconds, 2.0, "limit", 2.0 / seconds),
+        row(
+            f"memory of its reader after 3,000 reads (peak {mib:.0f} MiB)",
+            "MiB",
+            mib,
+            300.0,
+            "limit",
+            300.0 / max(mib, 1),
+        ),
+    ]
+
+
+def run(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m features.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--small", action="store_true", help="a smoke test; its figures mean nothing")
+    parser.add_argument("--folder", help="where to work (a temporary folder)")
+    parser.add_argument("--out", default=str(OUT))
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    rounds, size = (2, 2**14) if args.small else (7, 2**16)
+    rows = []
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        for D, tokens in ((1024, size), (4096, size // 4)):
+            rows += bench_io(Path(name), D, tokens, rounds)
+            rows.append(bench_stream(Path(name), D, 5 if args.small else 50))
+        rows += bench_memory(Path(name), 2_000 if args.small else 100_000)
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, rows)
+    write_json(out.with_suffix(".provenance.json"), provenance(small=args.small, rounds=rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    main(run)
