@@ -174,6 +174,13 @@ class ObjectFiles:
 
         return obstore.get_ranges(self.store, path, starts=starts, ends=ends)
 
+    def read_suffix(self, path: str, nbytes: int) -> tuple[bytes, int]:
+        """The last bytes of an object and its size, in one request."""
+        import obstore
+
+        found = obstore.get(self.store, path, options={"range": {"suffix": nbytes}})
+        return bytes(found.bytes()), found.meta["size"]
+
     def write(self, path: str, data: bytes) -> None:
         import obstore
 

@@ -11,9 +11,11 @@ reader's resident memory stays flat however many shards it has visited.
 Legend: S tokens, L taps, D hidden size, k teacher candidates.
 """
 
+import json
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +36,7 @@ from infra.errors import StoreError
 
 Verify = Literal["first_touch", "always", "never"]
 RESERVE_BYTES = 128 * 2**20  # what dropped features leave for the next; 3,072 tokens at D = 4096 take 126 MB
+SMALL_OBJECT_BYTES = 256 * 1024  # remote objects up to this size come in one request (token ids: 128 kB)
 MAX_HANDLES = 128  # open shard objects per reader; the usual limit of a process is 1,024 files
 
 
@@ -107,6 +110,8 @@ class FeatureStore:
         Raises:
             StoreError: no such document, or it was rejected or is not committed yet.
         """
+        if os.getpid() != self._pid:
+            self._connect()  # in a forked worker: files, locks and memory of its own
         if isinstance(document, int | np.integer):
             if not 0 <= document < len(self):
                 raise StoreError(
@@ -205,8 +210,8 @@ class FeatureStore:
 
     def _read_into(self, name: str, shard: int, first: int, count: int, out: np.ndarray) -> None:
         """Bytes of rows [first, first + count) of a shard into `out` (uint8, flat)."""
-        if os.getpid() != self._pid:
-            self._connect()
+        if self._foreign is None:
+            self._foreign = self._foreign_arrays()
         if name in self._foreign:
             layout = self.layouts[name]
             at = shard * layout.shard_tokens + first
@@ -238,10 +243,25 @@ class FeatureStore:
         self.buffers = Buffers(RESERVE_BYTES)
         self._checked: dict[tuple[str, int], int] = {}  # bit i: chunk i was found intact by this reader
         self.files = open_files(self.uri)
-        self._foreign = self._foreign_arrays() if hasattr(self, "layouts") else {}
+        self._foreign: dict[str, Any] | None = None
 
     def _foreign_arrays(self) -> dict[str, Any]:
-        return {}
+        """Arrays that somebody stored again with other codecs (compressed, say): zarr-python reads these."""
+        foreign = {}
+        for name, layout in self.layouts.items():
+            try:
+                codecs = json.loads(self.files.read(f"{name}/zarr.json"))["codecs"]
+            except (FileNotFoundError, ValueError, KeyError):
+                continue  # `verify` says so and `--repair` writes it again; our own reading does not need it
+            if codecs != layout.codecs():
+                import zarr
+
+                local = isinstance(self.files, LocalFiles)
+                store = (
+                    zarr.storage.LocalStore(self.files.root) if local else zarr.storage.ObjectStore(self.files.store)
+                )
+                foreign[name] = zarr.open_array(store, path=name, mode="r")
+        return foreign
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("files", "buffers", "_lock", "_handles", "_checked", "_pid", "_foreign")
@@ -260,30 +280,36 @@ class ShardObject:
         self.key = (name, shard)
         self.checked = store._checked
         self.fd = -1
+        self.whole: np.ndarray | None = None  # the bytes of a small remote object
         record = store._commits[shard].objects[name]
         self.path = self.layout.key(shard)
         self.files = store.files
-        size = self._open(store, shard, name)
+        tail, size = self._open(store._commits[shard].attempt, record.bytes, store.uri)
         self.where = f"{store.uri}/{self.path}"
         if size != record.bytes:
             raise damaged(self.where, f"it has {size} bytes and its commit says {record.bytes}")
-        tail = np.empty(self.layout.index_bytes, np.uint8)
-        self._read([(size - len(tail), [tail])])
-        self.index: list[int] = decode_index(self.layout, tail.tobytes(), size, self.where)[:, 0].tolist()
+        self.index: list[int] = decode_index(self.layout, tail, size, self.where)[:, 0].tolist()
 
-    def _open(self, store: FeatureStore, shard: int, name: str) -> int:
-        waiting = cm.attempt_path(shard, store._commits[shard].attempt, name)  # committed, not yet under its Zarr name
+    def _open(self, attempt: str, nbytes: int, uri: str) -> tuple[bytes, int]:
+        """Find the object; its index and its size."""
+        index_bytes, (name, shard) = self.layout.index_bytes, self.key
+        waiting = cm.attempt_path(shard, attempt, name)  # committed, not yet under its Zarr name
         for path in (self.path, waiting, self.path):
-            self.path = path
-            if isinstance(self.files, LocalFiles):
-                try:
+            try:
+                if isinstance(self.files, LocalFiles):
                     self.fd = os.open(self.files.local(path), os.O_RDONLY)
-                except FileNotFoundError:
-                    continue
-                return os.fstat(self.fd).st_size
-            if (size := self.files.size(path)) is not None:
-                return size
-        raise damaged(f"{store.uri}/{self.path}", "it is committed but the object is gone")
+                    size = os.fstat(self.fd).st_size
+                    tail = os.pread(self.fd, index_bytes, max(0, size - index_bytes))
+                else:
+                    small = nbytes <= SMALL_OBJECT_BYTES  # one request brings all of it
+                    tail, size = self.files.read_suffix(path, nbytes if small else index_bytes)
+                    self.whole = np.frombuffer(tail, np.uint8) if small else None
+                    tail = tail[-index_bytes:]
+            except FileNotFoundError:
+                continue
+            self.path = path
+            return tail, size
+        raise damaged(f"{uri}/{self.path}", "it is committed but the object is gone")
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -345,10 +371,14 @@ class ShardObject:
                 if os.preadv(self.fd, buffers, offset) != want:
                     raise damaged(self.where, f"it ends before byte {offset + want}")
             return
-        assert isinstance(self.files, ObjectFiles)
         starts = [offset for offset, _ in reads]
         ends = [offset + sum(map(len, buffers)) for offset, buffers in reads]
-        for (_, buffers), data in zip(reads, self.files.read_ranges(self.path, starts, ends), strict=True):
+        if self.whole is not None:
+            found: Sequence[Any] = [self.whole[a:b] for a, b in zip(starts, ends, strict=True)]
+        else:
+            assert isinstance(self.files, ObjectFiles)
+            found = self.files.read_ranges(self.path, starts, ends)
+        for (_, buffers), data in zip(reads, found, strict=True):
             raw, at = np.frombuffer(data, np.uint8), 0
             for b in buffers:
                 b[:] = raw[at : at + len(b)]

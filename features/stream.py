@@ -28,10 +28,13 @@ import torch
 from pydantic import Field
 
 from features.buffers import Buffers
+from features.files import is_remote
 from features.order import draw_anchors, permuted, spread_rows
 from features.reader import FeatureStore
 from infra.config import Config
 from infra.errors import ConfigError, DataError
+
+REMOTE_READS = 16  # at once: a small read of an object store takes 20 ms, of which all but 0.1 is waiting
 
 Visited = Callable[[str], Any] | Mapping[str, Any]
 """document id -> positions that decoding visits (None or absent: none known)"""
@@ -218,7 +221,8 @@ class AnchorStream:
         at = permuted(np.arange(t * G, (t + 1) * G), len(self.rows), cfg.seed, epoch)
         rows = self.rows[at]
         ids = self.store.documents["document"].take(rows).to_pylist()
-        masks = [self.store.read_array("loss_mask", int(r)).astype(bool) for r in rows]
+        with ThreadPoolExecutor(REMOTE_READS if is_remote(self.store.uri) else 1) as pool:
+            masks = list(pool.map(lambda r: self.store.read_array("loss_mask", int(r)).astype(bool), rows))
         legal = [np.flatnonzero(mask[:-1] & mask[1:]) for mask in masks]
         for a in range(0, G, m):  # a micro-batch is the same on any number of ranks, and so is what fits into it
             need = np.array([p[-1] if len(p) else 0 for p in legal[a : a + m]])

@@ -95,3 +95,23 @@ def test_forked_and_spawned_workers(tmp_path, method):
     assert queue.get(timeout=60) == here
     process.join()
     assert len(pickle.dumps(store)) < 100_000
+
+
+def test_arrays_stored_again_with_compression_are_read_through_zarr(tmp_path):
+    zarr = pytest.importorskip("zarr")
+    corpus = Corpus(n=12)
+    writer = corpus.build(tmp_path)
+    old = zarr.open_array(writer.uri, path="hidden", mode="r")
+    bits, attributes = old[:], old.attrs.asdict()
+    new = zarr.create_array(
+        writer.uri,
+        name="hidden",
+        shape=bits.shape,
+        dtype=bits.dtype,
+        shards=old.shards,
+        chunks=old.chunks,
+        overwrite=True,
+    )  # zstd, zarr's own default
+    new[:] = bits
+    new.attrs.update(attributes)
+    corpus.check(FeatureStore.open(writer.uri))

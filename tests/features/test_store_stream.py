@@ -10,7 +10,7 @@ from store_kit import Corpus, features_of
 from features.order import permuted, spread_rows
 from features.reader import FeatureStore
 from features.stream import AnchorStream, StreamConfig
-from infra.errors import ConfigError, DataError
+from infra.errors import ConfigError, DataError, StoreError
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +173,23 @@ def test_impossible_batches_are_explained(store):
         AnchorStream(store, config(), samples_seen=3)
     with pytest.raises(DataError, match="fewer than global_batch = 512"):
         AnchorStream(store, config(global_batch=512))
+
+
+def test_damage_reaches_the_consumer(corpus, tmp_path):
+    uri = corpus.build(tmp_path).uri
+    for path in (tmp_path / "tiny").rglob("hidden/c/*/0/0"):
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StoreError, match=r"is damaged: .* run `python -m features verify"):
+        take(AnchorStream(FeatureStore.open(uri), config()), 1)
+
+
+def test_reading_ahead_is_bounded(store):
+    stream = AnchorStream(store, config(prefetch=3, workers=2))
+    built = []
+    build = stream._build
+    stream._build = lambda *args: built.append(args) or build(*args)
+    batches = iter(stream)
+    for n in range(1, 6):
+        next(batches)
+        assert len(built) <= n + 2
+    batches.close()
