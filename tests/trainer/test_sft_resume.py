@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = [
@@ -132,3 +132,16 @@ def test_sigterm_finishes_the_step_and_saves(tiny_store, tmp_path):
     done = len(records(run))
     assert 0 < done < 100000 and f"stopped at step {done} of 100000, saved" in text
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{done:08d}"
+
+
+def test_non_finite_steps_end_the_run_with_their_documents(undisturbed, tiny_store, tmp_path):
+    poisoned = tmp_path / "poisoned"
+    shutil.copytree(undisturbed / "drafter-init", poisoned)
+    tensors = load_file(poisoned / "model.safetensors")
+    tensors["norm.weight"].fill_(3e38)  # finite, and every logit overflows
+    save_file(tensors, poisoned / "model.safetensors")
+    done = train(tmp_path, tiny_store, f"drafter.start_from={poisoned}", "train.max_skipped=3")
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "3 steps in a row had a non-finite loss or gradient, the last at step 2 with documents" in done.stderr
+    skipped = [json.loads(x) for x in (tmp_path / "runs/tiny-sft/skipped.rank0.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in skipped] == [0, 1, 2] and all(len(s["documents"]) == 4 for s in skipped)
