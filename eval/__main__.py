@@ -1,5 +1,5 @@
 """`python -m eval [--model …] [--drafter …] [--suites a,b] [--suites-from FOLDER] [key=value …]`
-`python -m eval compare A B` · `python -m eval schedule …`"""
+`python -m eval compare A B` · `python -m eval schedule …` · `python -m eval draft-cost …`"""
 
 import argparse
 import os
@@ -15,6 +15,10 @@ def run(argv: list[str]) -> int | None:
         from eval.schedule import run as schedule
 
         return schedule(argv[1:])
+    if argv[:1] == ["draft-cost"]:
+        from eval.draft_cost import run as draft_cost
+
+        return draft_cost(argv[1:])
     p = argparse.ArgumentParser(prog="python -m eval", description="τ, speed-up and the lossless check of a drafter")
     p.add_argument("--model", help="target: a name in features/targets or a TOML file")
     p.add_argument("--drafter", help="run folder or checkpoint folder; default: the newest run of the target")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from eval.champion import register
 from eval.config import EvalConfig
 from eval.decode import DecodeSettings, decode, plain_decode
 from eval.figures import all_figures, save_figures
@@ -79,7 +80,8 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     path = write_report(out, report)
     page_path = out / "report.html"
     page_path.write_text(page(finite(report), _kept_samples(out, kept)))
-    _log(cfg, out, latest, kept, figure_paths, [path, page_path])
+    if cfg.track:
+        _log(cfg, out, latest, kept, figure_paths, [path, page_path])
     return report
 
 
@@ -191,7 +193,7 @@ def _log(
 ) -> None:
     """The drafter's parent run gets the metrics (a column per suite in the UI), the child run everything."""
     tags = {"target": report["target"]["name"], "suites": ",".join(report["suites"])}
-    with track(out.name, "eval", folder=out, config_toml=to_toml(cfg), tags=tags, enabled=cfg.track) as tracker:
+    with track(out.name, "eval", folder=out, config_toml=to_toml(cfg), tags=tags) as tracker:
         metrics = flat_metrics(report["suites"])
         tracker.metrics(metrics)
         tracker.metrics(metrics, on_parent=True)
@@ -213,6 +215,7 @@ def _log(
                     "cycles": [json.dumps([c[1] for c in s["cycles"].get(AFTER, [])]) for _, s in rows],
                 },
             )
+    print(register(tracker.client, report, tracker.parent_id, tracker.run_id))
 
 
 def summary(report: dict[str, Any]) -> str:

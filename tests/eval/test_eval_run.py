@@ -122,11 +122,15 @@ def test_command_line_and_mlflow(here, capsys):
     assert run([*args, "--drafter", "runs/demo/drafter-init", "--out", "runs/other", "track=false"]) == 0
     capsys.readouterr()
     assert run(["compare", "runs/other", "runs/demo"]) == 0
-    assert "B is better by" in capsys.readouterr().out
+    assert "P(B better)" in capsys.readouterr().out
+    first = ["--drafter", "runs/demo/drafter-init", "--out", "runs/other"]
+    assert run([*args, *first]) == 0 and "version 2 is the candidate; version 1 (A) stays" in capsys.readouterr().out
 
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{here}/mlflow.db")
+    assert client.get_model_version_by_alias("drafter-tiny", "champion").version == "1"
+    assert client.get_model_version_by_alias("drafter-tiny", "candidate").version == "2"
     ids = json.loads((here / "runs" / "demo" / "mlflow.json").read_text())["runs"]
     parent, child = client.get_run(ids["parent"]), client.get_run(ids["eval"])
     report = load("runs/demo")
