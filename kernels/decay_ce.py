@@ -82,8 +82,8 @@ def weighted_cross_entropy(
         mask_AK: bool, supervised slots. Others are never multiplied with the head.
         weighting: see `kernels.weighting`.
         teacher: soft labels.
-        chunk_rows: rows of logits that exist at once, rounded to whole blocks; None = about 64 MB of logits on a CPU
-            (cache and memory matter there), 1 GB on CUDA.
+        chunk_rows: rows of logits that exist at once, rounded to whole blocks; None = 1 GB of logits on CUDA; on a CPU
+            512 rows (matmuls gain nothing beyond) and at most 64 MB.
         triton: None = on CUDA. True on a CPU needs TRITON_INTERPRET=1.
 
     Raises:
@@ -96,8 +96,8 @@ def weighted_cross_entropy(
             f"{tuple(mask_AK.shape)} do not fit; give [A, K, D], [V, D], [A, K] and [A, K]"
         )
     if chunk_rows is None:
-        budget = 1 << (30 if hidden_AKD.is_cuda else 26)
-        chunk_rows = budget // (head_VD.shape[0] * hidden_AKD.element_size())
+        row_bytes = head_VD.shape[0] * hidden_AKD.element_size()
+        chunk_rows = (1 << 30) // row_bytes if hidden_AKD.is_cuda else min(512, (1 << 26) // row_bytes)
     numerator, denominator, logprob, correct = _Op.apply(
         hidden_AKD, head_VD, labels_AK, mask_AK, weighting, teacher, max(1, chunk_rows // K),
         hidden_AKD.is_cuda if triton is None else triton,

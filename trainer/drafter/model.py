@@ -9,6 +9,10 @@ drafting (`decode`: one block, context keys cached) are the same function of the
 Embedding and head are the target's: callers pass them in, they are never parameters.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +20,9 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from trainer.drafter.attention import ContextRanges, Execution, anchored_attention
-from trainer.drafter.config import DrafterConfig
+
+if TYPE_CHECKING:  # the model itself needs torch and transformers only
+    from trainer.drafter.config import DrafterConfig
 
 
 def qwen3_config(cfg: DrafterConfig) -> Qwen3Config:
