@@ -2,6 +2,7 @@
 MODEL ?= smollm2-135m
 CORPUS ?= demo
 STAGE ?= sft
+FORMAT ?= zlab
 NPROC ?= auto
 ARGS ?=
 PORT ?= 5000
@@ -36,6 +37,9 @@ eval: install ## MODEL= [DRAFTER= SUITES= LIMIT=]: τ, speed-up and the lossless
 
 compare: install ## A= B=: which of two evaluated drafters is better, by how much, how sure
 	@$(PY) -m eval compare "$(A)" "$(B)" $(ARGS)
+
+export: install ## RUN= FORMAT=zlab|speculators: a drafter in the layout that SGLang and vLLM load, with a card
+	@$(PY) -m trainer export "$(RUN)" --format "$(FORMAT)" $(ARGS)
 
 ui: install ## [PORT=]: the MLflow pages on http://127.0.0.1:5000
 	@$(PY) -m infra ui --port $(PORT)

@@ -1,4 +1,7 @@
-"""`python -m trainer --stage sft --model qwen3-8b [--nproc 8] [key=value ...]`: check, then launch the ranks."""
+"""`python -m trainer --stage sft --model qwen3-8b [--nproc 8] [key=value ...]`: check, then launch the ranks.
+
+`python -m trainer export runs/demo --format zlab|speculators`: the drafter in a server's layout.
+"""
 
 import argparse
 import logging
@@ -31,6 +34,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def launch(argv: list[str]) -> int:
+    if argv[:1] == ["export"]:
+        from trainer.export import main as export
+
+        return export(argv[1:])
     args = parse(argv)
     if args.stage in LATER:
         raise ConfigError(f"STAGE={args.stage} ({LATER[args.stage]}) is not built yet; the stage that exists is sft")

@@ -145,3 +145,27 @@ def test_non_finite_steps_end_the_run_with_their_documents(undisturbed, tiny_sto
     assert "3 steps in a row had a non-finite loss or gradient, the last at step 2 with documents" in done.stderr
     skipped = [json.loads(x) for x in (tmp_path / "runs/tiny-sft/skipped.rank0.jsonl").read_text().splitlines()]
     assert [s["step"] for s in skipped] == [0, 1, 2] and all(len(s["documents"]) == 4 for s in skipped)
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_export_of_a_run(undisturbed, tmp_path, layout):
+    out = tmp_path / layout
+    command = [sys.executable, "-m", "trainer", "export", str(undisturbed), "--format", layout, "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--dtype", "float32"], env=environment(tmp_path), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    from trainer.drafter.checkpoint import load_drafter
+
+    exported, ours = load_drafter(out), load_drafter(undisturbed / "drafter")
+    # speculators' layout does not say how many layers the target has
+    assert exported.config.model_copy(update={"num_target_layers": 6}) == ours.config
+    assert all(a.equal(b) for a, b in zip(exported.parameters(), ours.parameters(), strict=True))
+    card = (out / "README.md").read_text()
+    assert '"num_speculative_tokens": 7' in card and "Not evaluated yet" in card and "[loss]" in card
+
+
+def test_export_before_training(tmp_path):
+    command = [sys.executable, "-m", "trainer", "export", str(tmp_path / "none")]
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "has no drafter yet; finish its training with make train" in done.stderr
