@@ -159,7 +159,7 @@ class RayConfig(Config):
     gpus_per_actor: float = Field(default=0, ge=0)
     """0: CPU; 0.5: two actors share a GPU; 4: the target is spread over four"""
     max_failures: int = Field(default=3, ge=0)
-    """times that Ray restarts an actor, and repeats its task, before the job ends"""
+    """times that a task is repeated after its actor died, before the job ends"""
 
 
 class FeaturesConfig(Config):

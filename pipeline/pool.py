@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from infra import errors
 from infra.errors import FlashdraftError, ResourceError
 from pipeline.config import RayConfig
 
@@ -29,8 +30,8 @@ def start_ray(cfg: RayConfig) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     import ray
 
-    for name in ("ray.data", "ray.data._internal"):  # Ray Data resets the level of the first when it runs
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for name in ("ray.data._internal", "ray.data.exceptions"):  # what they report is raised as well
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     if not ray.is_initialized():
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
@@ -73,13 +74,37 @@ def actors_and_cpus(cfg: RayConfig) -> tuple[int, float, int]:
     return actors, share, max(int(share), 1)
 
 
-def run_pool(rows: list[pa.Table], work: type, arguments: dict[str, Any], cfg: RayConfig) -> Iterator[pa.Table]:
+class Work:
+    """Base of what the actors run: a subclass takes its arguments in the constructor and one row in `run`.
+
+    An error that the user can act on travels as a result: Ray would drop its type and bury its sentence.
+    """
+
+    def __init__(self, threads: int, cwd: str):
+        """Threads as configured (torch would take all cores); paths are relative to the driver's folder."""
+        import torch
+
+        torch.set_num_threads(threads)
+        if os.path.isdir(cwd):
+            os.chdir(cwd)
+
+    def run(self, row: pa.Table) -> pa.Table:
+        raise NotImplementedError
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        try:
+            return self.run(pa.ipc.open_stream(batch["row"][0].as_buffer()).read_all())
+        except FlashdraftError as e:
+            return pa.table({"error": [type(e).__name__], "sentence": [str(e)]})
+
+
+def run_pool(rows: list[pa.Table], work: type[Work], arguments: dict[str, Any], cfg: RayConfig) -> Iterator[pa.Table]:
     """Results of `work(**arguments)(row)` for each row, as they come.
 
     Args:
         rows: tables of one row each; a row is a task.
-        work: a class of an installed module, `__call__(pa.Table) -> pa.Table`.
-        arguments: of its constructor; `threads` is added.
+        work: of an installed module, so that other processes find it.
+        arguments: of its constructor; `threads` and `cwd` are added.
 
     Raises:
         FlashdraftError: what the work raised, or ResourceError where actors die again and again.
@@ -87,64 +112,73 @@ def run_pool(rows: list[pa.Table], work: type, arguments: dict[str, Any], cfg: R
     import ray
 
     start_ray(cfg)
-    # The limit on a task's repetitions has no named parameter yet, and the actor itself may restart without end.
+    # the limits have no named parameters yet
     warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated")
     actors, cpus, threads = actors_and_cpus(cfg)
-    data = ray.data.from_arrow(rows).map_batches(
+    # bytes and not tables: Ray Data would start a process only to ask each table for its size
+    items = [{"row": _packed(row)} for row in rows]
+    data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         work,
-        fn_constructor_kwargs=arguments | {"threads": threads},
+        fn_constructor_kwargs=arguments | {"threads": threads, "cwd": os.getcwd()},
         batch_size=1,
         batch_format="pyarrow",
         zero_copy_batch=True,
         compute=ray.data.ActorPoolStrategy(size=min(actors, len(rows)), max_tasks_in_flight_per_actor=2),
         num_cpus=cpus,
         num_gpus=cfg.gpus_per_actor or None,
+        # without a limit an actor that is restarting when the run ends keeps its CPUs, and the next run waits for ever
+        max_restarts=cfg.max_failures,
         max_task_retries=cfg.max_failures,
     )
-    yield from data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+    for result in data.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        if "sentence" in result.column_names:
+            raise getattr(errors, result["error"][0].as_py(), FlashdraftError)(result["sentence"][0].as_py())
+        yield result
 
 
 def run_until_done(
-    missing: Callable[[], list[pa.Table]], work: type, arguments: dict[str, Any], cfg: RayConfig
+    missing: Callable[[], list[pa.Table]], work: type[Work], arguments: dict[str, Any], cfg: RayConfig
 ) -> Iterator[pa.Table]:
     """`run_pool` over what `missing()` gives, again after a death that Ray could not mend while there is progress.
 
     Raises:
         FlashdraftError: what the work raised.
-        ResourceError: `max_failures` runs in a row ended without a result.
+        ResourceError: a task died `max_failures` times over and no other one gave a result meanwhile.
     """
     import ray
 
-    failures = 0
     while rows := missing():
+        error, progress = None, False
         try:
             for result in run_pool(rows, work, arguments, cfg):
-                failures = 0
+                progress = True
                 yield result
         except ray.exceptions.RayError as e:
-            chain = _chain(e)
-            for cause in chain:
-                if isinstance(cause, FlashdraftError):
-                    raise cause from None
-            deaths = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError)
-            if not any(isinstance(cause, deaths) for cause in chain):
-                raise
-            failures += 1
-            if failures >= 2:
-                reason = " ".join(str(e).split())[:800]
-                raise ResourceError(
-                    f"the actors of {work.__name__} died again and again without a result ({reason}); "
-                    "lower prefill.batch_tokens or regenerate.batch_size, or give the machine more memory"
-                ) from e
+            error = e
+        if error is not None:
+            # outside the handler: its traceback holds the dead pool, whose actors would keep their CPUs
+            _raise_unless_mendable(error.with_traceback(None), work, progress)
 
 
-def _chain(e: BaseException | None) -> list[BaseException]:
-    """The error and what it wraps: Ray puts a task's own error into `cause`, or into `__cause__`."""
-    chain: list[BaseException] = []
-    while isinstance(e, BaseException) and e not in chain:
-        chain.append(e)
-        e = getattr(e, "cause", None) or e.__cause__
-    return chain
+def _raise_unless_mendable(error: Exception, work: type[Work], progress: bool) -> None:
+    import ray
+
+    deaths = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError, ray.exceptions.NodeDiedError)
+    if not isinstance(error, deaths):
+        raise error
+    if not progress:
+        reason = " ".join(str(error).split())[:800]
+        raise ResourceError(
+            f"the actors of {work.__name__} died again and again without a result ({reason}); "
+            "lower prefill.batch_tokens or regenerate.batch_size, or give the machine more memory"
+        ) from None
+
+
+def _packed(row: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, row.schema) as stream:
+        stream.write_table(row)
+    return sink.getvalue().to_pybytes()
 
 
 @contextlib.contextmanager

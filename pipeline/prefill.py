@@ -4,7 +4,6 @@ Legend: B documents of a batch, S tokens, L taps, D hidden size, V vocabulary, k
 """
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from features.target import Target, load_target
 from features.target_config import TargetConfig
 from features.teacher import compact_teacher
 from features.writer import DocumentFeatures, StoreWriter
+from pipeline.pool import Work
 
 
 @dataclass(frozen=True)
@@ -138,16 +138,16 @@ def documents_of(row: pa.Table) -> list[Document]:
     return [Document(d, tokens[i].values.to_numpy(), masks[i].values.to_numpy()) for i, d in enumerate(ids)]
 
 
-class Prefiller:
+class Prefiller(Work):
     """The actor: holds the target once; one call computes, writes and commits one shard and returns its receipt."""
 
     def __init__(self, target: dict[str, Any], store_uri: str, batch_tokens: int, top_k: int, threads: int, cwd: str):
-        enter_actor(threads, cwd)
+        super().__init__(threads, cwd)
         self.target = load_target(TargetConfig.model_validate(target), device=actor_device())
         self.writer = StoreWriter(store_uri)
         self.batch_tokens, self.top_k = batch_tokens, top_k
 
-    def __call__(self, row: pa.Table) -> pa.Table:
+    def run(self, row: pa.Table) -> pa.Table:
         import ray
 
         receipt = self.shard(row) | {"node": ray.get_runtime_context().get_node_id()}
@@ -157,13 +157,6 @@ class Prefiller:
         """Compute, write, commit; the receipt."""
         features = features_of(self.target, documents_of(row), self.batch_tokens, self.top_k)
         return self.writer.write_shard(row["shard"][0].as_py(), features)
-
-
-def enter_actor(threads: int, cwd: str) -> None:
-    """Threads as configured (torch would take all cores), and the driver's folder, to which paths are relative."""
-    torch.set_num_threads(threads)
-    if os.path.isdir(cwd):
-        os.chdir(cwd)
 
 
 def actor_device() -> str:

@@ -5,7 +5,6 @@ on. Assistant turns that call tools stay as they are, since the tools' results t
 they are context and not supervised.
 """
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ from pipeline.config import FeaturesConfig, RegenerateConfig
 from pipeline.conversation import Conversation, Reject, content_key
 from pipeline.front import TargetFront
 from pipeline.generate import Generator, Request
-from pipeline.pool import run_until_done
-from pipeline.prefill import actor_device, enter_actor
+from pipeline.pool import Work, run_until_done
+from pipeline.prefill import actor_device
 from pipeline.render import Answer, BadSample, Renderer
-from pipeline.responses import Responses, repetition, statistics
+from pipeline.responses import SCHEMA, Responses, repetition, statistics
 
 MIN_CHUNK = 16  # prompts: fewer in one task would leave most of the batch empty
 
@@ -161,7 +160,6 @@ def _on_actors(cfg: FeaturesConfig, requests: list[Request], responses: Response
     arguments = {
         "target": cfg.target.model_dump(mode="json"),
         "regenerate": cfg.regenerate.model_dump(mode="json"),
-        "cwd": os.getcwd(),
     }
     for table in run_until_done(missing, Writer, arguments, cfg.ray):
         yield table.to_pylist()
@@ -190,20 +188,18 @@ def _task(requests: list[Request]) -> pa.Table:
     )
 
 
-class Writer:
+class Writer(Work):
     """The actor: holds the target once; one call answers the prompts of one task."""
 
     def __init__(self, target: dict[str, Any], regenerate: dict[str, Any], threads: int, cwd: str):
-        enter_actor(threads, cwd)
+        super().__init__(threads, cwd)
         loaded = load_target(TargetConfig.model_validate(target), device=actor_device())
         self.generator = Generator(loaded, RegenerateConfig.model_validate(regenerate))
 
-    def __call__(self, row: pa.Table) -> pa.Table:
+    def run(self, row: pa.Table) -> pa.Table:
         columns = (row[name][0].as_py() for name in ("key", "prompt_ids", "max_new_tokens"))
         responses = self.generator.generate([Request(*r) for r in zip(*columns, strict=True)])
         rows = [vars(r) | {"repetition": repetition(r.token_ids)} for r in responses]
-        from pipeline.responses import SCHEMA
-
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 

@@ -5,7 +5,6 @@ store = FeatureStore.open(result.store_path)
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -113,7 +112,6 @@ def prefill(
         "store_uri": writer.uri,
         "batch_tokens": cfg.prefill.batch_tokens,
         "top_k": cfg.prefill.top_k,
-        "cwd": os.getcwd(),
     }
     lengths = pc.sum(
         writer.plan.filter(pc.is_in(writer.plan["shard"], pa.array(missing, pa.int32())))["length"]
