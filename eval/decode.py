@@ -157,7 +157,7 @@ class _Decoder:
         # room for a last block that reaches past the end
         self.capacity = max((len(p) for p in self.prompts), default=0) + settings.max_new_tokens + self.block
         self.rows = min(settings.batch_size, len(self.prompts))
-        self.cache = RowCache(target.num_layers, self.rows, self.capacity)
+        self.cache = RowCache(target.text_config, self.rows, self.capacity)
 
     @torch.inference_mode()
     def run(self) -> list[Trace]:

@@ -8,9 +8,13 @@ once per pass (SmolLM2: 46 kB per token and row); this one copies nothing.
 Legend: B active rows, n new tokens, S capacity of a row, G key/value heads, E head dim.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from infra.errors import TargetError
 
 
 class _Layer(CacheLayerMixin):
@@ -60,7 +64,22 @@ class RowCache(Cache):
     this cache, then `lengths[row] += accepted` by the caller: nothing becomes visible before that.
     """
 
-    def __init__(self, num_layers: int, rows: int, capacity: int):
+    def __init__(self, text_config: Any, rows: int, capacity: int):
+        """
+        Args:
+            text_config: the target's transformers configuration (of its text model).
+
+        Raises:
+            TargetError: layers without keys and values per position (linear attention): they cannot be cropped.
+        """
+        num_layers = text_config.num_hidden_layers
+        self.kinds = set(getattr(text_config, "layer_types", None) or ["full_attention"])
+        if self.kinds - {"full_attention", "sliding_attention"}:
+            raise TargetError(
+                f"a target with layers of {', '.join(sorted(self.kinds))} cannot forget rejected tokens here; evaluate "
+                "it in a serving engine"
+            )
+        self.sliding_window = getattr(text_config, "sliding_window", None)
         self.rows, self.capacity = rows, capacity
         self.lengths = [0] * rows
         self.active = 0
@@ -68,11 +87,14 @@ class RowCache(Cache):
         self.write_at: tuple[Tensor, Tensor] | None = None
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
-    def prepare(self, first: int, count: int, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def prepare(
+        self, first: int, count: int, n: int, device: torch.device
+    ) -> tuple[Tensor, Tensor | dict[str, Tensor]]:
         """Announce a pass of `n` tokens over `count` rows.
 
         Returns:
-            (position_ids_Bn int64, mask_B1nS bool, True = visible: query i of row b sees keys 0 .. lengths[b] + i)
+            (position_ids_Bn int64, mask_B1nS bool, True = visible: query i of row b sees keys 0 .. lengths[b] + i;
+            a dictionary by kind of layer where some slide)
         """
         lengths_B = torch.tensor(self.lengths[first : first + count], device=device)
         at_Bn = lengths_B[:, None] + torch.arange(n, device=device)
@@ -80,8 +102,12 @@ class RowCache(Cache):
         assert end <= self.capacity, f"{end} tokens in a row of {self.capacity}"
         self.window = (first, count, end)
         self.write_at = (torch.arange(first, first + count, device=device)[:, None], at_Bn)
-        mask_B1nS = (torch.arange(end, device=device) <= at_Bn[:, :, None])[:, None]
-        return at_Bn, mask_B1nS
+        keys_S = torch.arange(end, device=device)
+        mask_B1nS = (keys_S <= at_Bn[:, :, None])[:, None]
+        if self.kinds == {"full_attention"}:
+            return at_Bn, mask_B1nS
+        near_B1nS = (keys_S > at_Bn[:, :, None] - self.sliding_window)[:, None]
+        return at_Bn, {"full_attention": mask_B1nS, "sliding_attention": mask_B1nS & near_B1nS}
 
     def open_row(self) -> int:
         """The index of a new empty row at the end of the active ones."""

@@ -64,7 +64,7 @@ def measure_costs(
     ids_1S = torch.randint(target.vocab_size, (1, context), generator=generator).to(target.device)
     hidden_SLD = target.forward(ids_1S, logits="none").hidden_BSLD[0]
     for c in concurrency:
-        cache = RowCache(target.num_layers, c, context + 2 * proposer.block_size)
+        cache = RowCache(target.text_config, c, context + 2 * proposer.block_size)
         proposer.open(c, cache.capacity)
         for row in range(c):
             cache.open_row()

@@ -4,9 +4,12 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from eval.decode import DecodeSettings, decode, plain_decode
-from infra.errors import ConfigError
+from eval.kv_cache import RowCache
+from features.target import Target
+from infra.errors import ConfigError, TargetError
 
 PROMPTS = [list(b"Once upon a time"), list(b"def f(x):"), list(b"7"), list(b"What is the answer to everything?")]
 SETTINGS = DecodeSettings(max_new_tokens=40)
@@ -126,6 +129,27 @@ def test_rejection_runs_and_counts(tiny, scripted):
     traces = decode(tiny, scripted(lambda slot, p: p % 256), PROMPTS, settings)
     assert all(len(t.answer_ids) == 30 or t.stopped for t in traces)
     assert all(sum(c.emitted for c in t.cycles) == len(t.answer_ids) - 1 for t in traces)
+
+
+def test_sliding_layers(tiny, scripted):
+    """A target whose layers alternate between a window of 8 tokens and all: the masks differ by kind of layer."""
+    shape = {**tiny.text_config.to_dict(), "use_sliding_window": True, "sliding_window": 8}
+    shape["layer_types"] = ["sliding_attention", "full_attention"] * 3
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    torch.nn.init.normal_(model.model.embed_tokens.weight)
+    target = Target(tiny.config, model, tiny.tokenizer)
+    plain = plain_decode(target, PROMPTS[:3], dataclasses.replace(SETTINGS, batch_size=2))
+    assert answers(plain) == [reference(target, p, 40) for p in PROMPTS[:3]]
+    assert len({t for a in answers(plain) for t in a}) > 10
+    assert answers(decode(target, scripted(lambda slot, p: 7 * p % 256), PROMPTS[:3], SETTINGS)) == answers(plain)
+
+
+def test_layers_that_cannot_forget_are_refused(tiny):
+    config = tiny.text_config.__class__(**tiny.text_config.to_dict())
+    config.layer_types = ["linear_attention", "full_attention"] * 3
+    with pytest.raises(TargetError, match="linear_attention cannot forget"):
+        RowCache(config, 1, 10)
 
 
 def test_one_new_token_needs_no_cycle(tiny, scripted):
