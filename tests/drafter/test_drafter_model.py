@@ -146,3 +146,12 @@ def test_cache_crop_forgets(tools):
     drafter.decode(inputs, row.hidden_SLD[5:9], cache, 9)
     cache.crop(5)
     torch.testing.assert_close(drafter.decode(inputs, row.hidden_SLD[:0], cache, 5), first)
+
+
+def test_casting_keeps_the_rope_frequencies_exact(tools):
+    """In bf16 they would have two digits; far positions must still agree with a drafter that was never cast."""
+    exact = tools.drafter()
+    cast = tools.drafter(dtype=torch.bfloat16).to(torch.float32)
+    assert torch.equal(cast.rotary.inv_freq, exact.rotary.inv_freq)
+    assert tools.drafter(dtype=torch.bfloat16).rotary.inv_freq.dtype == torch.float32
+    assert "rotary.inv_freq" not in exact.state_dict()

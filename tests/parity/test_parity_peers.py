@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 from kernels.decay_ce import weighted_cross_entropy
 from kernels.weighting import decay, dpace
 from trainer.drafter import peers
+from trainer.drafter.checkpoint import save_drafter
 from trainer.drafter.config import DrafterConfig
+from trainer.drafter.export import export_speculators
 from trainer.drafter.model import Drafter
 
 pytestmark = [pytest.mark.spawn]
@@ -86,6 +88,23 @@ def test_dflash_drafts_the_same_tokens(tmp_path, sliding):
         ours = drafter.decode(inputs, hidden_SLD[cache.length : start], cache, start)[0]
         torch.testing.assert_close(ours, theirs[f"hidden.{n}"], rtol=0, atol=1e-5)
         assert torch.equal((ours[1:] @ data["head"].T).argmax(-1), theirs[f"tokens.{n}"])
+
+
+@pytest.mark.parametrize("name", ["dflash", "speculators"])
+def test_peers_load_what_we_save(tmp_path, name):
+    need(name)
+    drafter, data = make()
+    folder = tmp_path / "exported"
+    if name == "dflash":
+        save_drafter(drafter, folder)
+    else:
+        export_speculators(
+            drafter, folder, embedding_VD=data["embedding"], head_VD=data["head"], target_name=str(tmp_path)
+        )
+    theirs = ask(name, "load", drafter, data, tmp_path, folder=str(folder))
+    assert theirs["numbers"].tolist() == [8, 210, 1, 4, 7]
+    for key, tensor in drafter.state_dict().items():
+        assert torch.equal(theirs[key], tensor), key
 
 
 def our_terms(drafter, data, weighting):

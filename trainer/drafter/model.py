@@ -39,6 +39,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)
 
 
+class Rotary(Qwen3RotaryEmbedding):
+    """Its frequencies stay fp32 when the drafter is cast: rounded to bf16 (2^-9), the phase at position 3,000 would be
+    off by up to 6 radians."""
+
+    def __init__(self, cfg: DrafterConfig):
+        super().__init__(qwen3_config(cfg))
+        self.exact = [self.inv_freq.clone(), self.original_inv_freq.clone()]  # a list: no buffers, never cast
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        self.inv_freq, self.original_inv_freq = (t.to(self.inv_freq.device) for t in self.exact)
+        return self
+
+
 class Attention(nn.Module):
     def __init__(self, cfg: DrafterConfig, layer: int):
         super().__init__()
@@ -123,7 +137,7 @@ class Drafter(nn.Module):
             self.feature_fc = nn.Linear(D * cfg.num_taps, D, bias=False)
             self.feature_norm = Qwen3RMSNorm(D, eps=cfg.rms_norm_eps)
             self.fuse = nn.Linear(2 * D, D, bias=False)
-        self.rotary = Qwen3RotaryEmbedding(qwen3_config(cfg))
+        self.rotary = Rotary(cfg)
         self.execution: Execution = "auto"
         self.apply(_initialise)
 

@@ -60,6 +60,24 @@ def dflash_drafts(data, options):
     return out
 
 
+def load_folder(who, options):
+    """The tensors that a peer has after loading an exported folder by itself."""
+    if who == "dflash":
+        from dflash.model import DFlashDraftModel
+
+        model = DFlashDraftModel.from_pretrained(options["folder"], dtype=torch.float32)
+        numbers = [model.block_size, model.mask_token_id, *model.target_layer_ids]
+    else:
+        from speculators.models.dflash import DFlashDraftModel
+
+        model = DFlashDraftModel.from_pretrained(options["folder"])
+        numbers = [model.block_size, model.mask_token_id, *(i - 1 for i in model.target_layer_ids)]
+    return {
+        **{k: v.float().contiguous().clone() for k, v in model.state_dict().items()},
+        "numbers": torch.tensor(numbers),
+    }
+
+
 def speculators_step(data, options):
     """Returns (parameters, function that gives the loss), with the anchors of the input."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
@@ -228,7 +246,10 @@ def main(who, command, source, out):
     if command == "timing":
         timing(who, data, options)
         return
-    result = dflash_drafts(data, options) if command == "drafts" else gradients(who, data, options)
+    if command == "load":
+        result = load_folder(who, options)
+    else:
+        result = dflash_drafts(data, options) if command == "drafts" else gradients(who, data, options)
     save_file(result, out)
 
 
