@@ -16,6 +16,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,6 +38,9 @@ from infra.errors import StoreError
 Verify = Literal["first_touch", "always", "never"]
 RESERVE_BYTES = 128 * 2**20  # what dropped features leave for the next; 3,072 tokens at D = 4096 take 126 MB
 SMALL_OBJECT_BYTES = 256 * 1024  # remote objects up to this size come in one request (token ids: 128 kB)
+CHECK_BYTES = (
+    2 * 2**20
+)  # checked by another thread while the next ones are read: few hand-overs, and still in the cache
 MAX_HANDLES = 128  # open shard objects per reader; the usual limit of a process is 1,024 files
 
 
@@ -241,6 +245,9 @@ class FeatureStore:
         self._lock = threading.Lock()
         self._handles: OrderedDict[tuple[str, int], ShardObject] = OrderedDict()
         self.buffers = Buffers(RESERVE_BYTES)
+        self._checker = ThreadPoolExecutor(
+            1, thread_name_prefix="store-checker"
+        )  # its thread starts with the first use
         self._checked: dict[tuple[str, int], int] = {}  # bit i: chunk i was found intact by this reader
         self.files = open_files(self.uri)
         self._foreign: dict[str, Any] | None = None
@@ -264,7 +271,7 @@ class FeatureStore:
         return foreign
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("files", "buffers", "_lock", "_handles", "_checked", "_pid", "_foreign")
+        mine = ("files", "buffers", "_checker", "_lock", "_handles", "_checked", "_pid", "_foreign")
         return {k: v for k, v in self.__dict__.items() if k not in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -278,7 +285,7 @@ class ShardObject:
     def __init__(self, store: FeatureStore, name: str, shard: int):
         self.layout: ArrayLayout = store.layouts[name]
         self.key = (name, shard)
-        self.checked = store._checked
+        self.checked, self.checker = store._checked, store._checker
         self.fd = -1
         self.whole: np.ndarray | None = None  # the bytes of a small remote object
         record = store._commits[shard].objects[name]
@@ -320,40 +327,46 @@ class ShardObject:
         c, row_bytes, size = self.layout.chunk_tokens, self.layout.row_bytes, self.layout.chunk_bytes
         checked = self.checked.get(self.key, 0) if verify == "first_touch" else 0
         reads: list[tuple[int, list[Any]]] = []  # (offset in the object, buffers)
-        checks = []
-        # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
-        for i in range(first // c, -(-(first + count) // c)):
-            lo, hi = max(first, i * c), min(first + count, (i + 1) * c)
-            part = out[(lo - first) * row_bytes : (hi - first) * row_bytes]
-            offset = self.index[i]
-            if offset < 0:
-                part[:] = 0
-            elif verify == "never" or checked >> i & 1:
-                self._append(reads, offset + (lo - i * c) * row_bytes, part)
-            else:
-                whole = part if len(part) == size else np.empty(size, np.uint8)
-                crc = np.empty(4, np.uint8)
-                reads.append((offset, [whole, crc]))
-                checks.append((i, whole, crc, part, (lo - i * c) * row_bytes))
-                if self.fd >= 0:  # checked at once, while it is in the cache
-                    self._read(reads)
-                    self._check(checks)
-                    reads, checks = [], []
-                checked |= 1 << i
-        self._read(reads)
-        self._check(checks)
+        checks: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, int]] = []
+        behind: list[Future[None]] = []
+        try:
+            # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
+            for i in range(first // c, -(-(first + count) // c)):
+                lo, hi = max(first, i * c), min(first + count, (i + 1) * c)
+                part = out[(lo - first) * row_bytes : (hi - first) * row_bytes]
+                offset = self.index[i]
+                if offset < 0:
+                    part[:] = 0
+                elif verify == "never" or checked >> i & 1:
+                    self._append(reads, offset + (lo - i * c) * row_bytes, [part])
+                else:
+                    whole = part if len(part) == size else np.empty(size, np.uint8)
+                    crc = np.empty(4, np.uint8)
+                    self._append(reads, offset, [whole, crc])
+                    checks.append((i, whole, crc, part, (lo - i * c) * row_bytes))
+                    if self.fd >= 0 and len(checks) * size >= CHECK_BYTES:  # checked while it is in the cache
+                        self._read(reads)
+                        behind.append(self.checker.submit(self._check, checks))
+                        reads, checks = [], []
+                    checked |= 1 << i
+            self._read(reads)
+            self._check(checks)
+        finally:
+            wait(behind)  # after an error too: they write into `out`
+        for future in behind:
+            future.result()
         if verify == "first_touch":
             self.checked[self.key] = self.checked.get(self.key, 0) | checked
 
-    def _append(self, reads: list[tuple[int, list[Any]]], offset: int, part: np.ndarray) -> None:
-        """Add a read, as part of the last one where only a checksum lies between: one call for a whole document."""
+    def _append(self, reads: list[tuple[int, list[Any]]], offset: int, buffers: list[Any]) -> None:
+        """Add a read, to the last one where at most a checksum lies between: few calls for a whole document."""
         if reads and len(reads[-1][1]) < IOV:
-            start, buffers = reads[-1]
-            end = start + sum(map(len, buffers))
-            if offset == end + 4:
-                buffers += [bytearray(4), part]
+            start, last = reads[-1]
+            gap = offset - start - sum(map(len, last))
+            if gap in (0, 4):
+                last += [*([bytearray(4)] if gap else []), *buffers]
                 return
-        reads.append((offset, [part]))
+        reads.append((offset, buffers))
 
     def _check(self, checks: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, int]]) -> None:
         for i, whole, crc, part, skip in checks:
