@@ -1,5 +1,6 @@
 """Reading corpora: sources one row at a time, and their mixture."""
 
+import contextlib
 import glob
 import hashlib
 import io
@@ -139,7 +140,7 @@ def _open(path: str) -> Any:
 
     store, key = _object_store(path)
     try:
-        return obstore.open_reader(store, key)
+        return contextlib.closing(obstore.open_reader(store, key))
     except FileNotFoundError:
         raise DataError(f"corpus file {path!r} does not exist; correct paths in the corpus file") from None
 

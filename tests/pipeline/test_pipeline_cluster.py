@@ -31,7 +31,8 @@ def bucket():
 
 
 def put(url, data=b""):
-    urllib.request.urlopen(urllib.request.Request(url, method="PUT", data=data))
+    kind = {"Content-Type": "application/octet-stream"}  # the default is a form, of which moto keeps no body
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT", data=data, headers=kind))
 
 
 @pytest.fixture(scope="module")
