@@ -15,10 +15,9 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,20 +26,16 @@ import torch
 
 from features import commits as cm
 from features.buffers import Buffers
-from features.files import IOV, LocalFiles, ObjectFiles, open_files
-from features.layout import ArrayLayout, array_layouts, check_chunk, damaged, decode_index
+from features.files import LocalFiles, ObjectFiles, open_files
+from features.layout import array_layouts
 from features.plan import num_shards
 from features.precision import LOAD_DTYPE, decode_fp8
+from features.shard_object import ShardObject, Verify
 from features.spec import FeatureSpec, no_store, parse_spec
 from features.writer import read_plan, rejects_table
 from infra.errors import StoreError
 
-Verify = Literal["first_touch", "always", "never"]
 RESERVE_BYTES = 128 * 2**20  # what dropped features leave for the next; 3,072 tokens at D = 4096 take 126 MB
-SMALL_OBJECT_BYTES = 256 * 1024  # remote objects up to this size come in one request (token ids: 128 kB)
-CHECK_BYTES = (
-    2 * 2**20
-)  # checked by another thread while the next ones are read: few hand-overs, and still in the cache
 MAX_HANDLES = 128  # open shard objects per reader; the usual limit of a process is 1,024 files
 
 
@@ -229,9 +224,9 @@ class FeatureStore:
             if (handle := self._handles.get(key)) is not None:
                 self._handles.move_to_end(key)
                 return handle
-        handle = ShardObject(
-            self, name, shard
-        )  # two threads may open one object at once; the second replaces the first
+        commit = self._commits[shard]
+        # Two threads may open one object at once; the second replaces the first.
+        handle = ShardObject(self.files, self.layouts[name], commit, self._checked, self._checker)
         with self._lock:
             self._handles[key] = handle
             while len(self._handles) > MAX_HANDLES:
@@ -245,9 +240,8 @@ class FeatureStore:
         self._lock = threading.Lock()
         self._handles: OrderedDict[tuple[str, int], ShardObject] = OrderedDict()
         self.buffers = Buffers(RESERVE_BYTES)
-        self._checker = ThreadPoolExecutor(
-            1, thread_name_prefix="store-checker"
-        )  # its thread starts with the first use
+        # its thread starts with the first use
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="store-checker")
         self._checked: dict[tuple[str, int], int] = {}  # bit i: chunk i was found intact by this reader
         self.files = open_files(self.uri)
         self._foreign: dict[str, Any] | None = None
@@ -277,125 +271,6 @@ class FeatureStore:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
-
-
-class ShardObject:
-    """One open shard object: its chunk index, and reads of rows through it."""
-
-    def __init__(self, store: FeatureStore, name: str, shard: int):
-        self.layout: ArrayLayout = store.layouts[name]
-        self.key = (name, shard)
-        self.checked, self.checker = store._checked, store._checker
-        self.fd = -1
-        self.whole: np.ndarray | None = None  # the bytes of a small remote object
-        record = store._commits[shard].objects[name]
-        self.path = self.layout.key(shard)
-        self.files = store.files
-        tail, size = self._open(store._commits[shard].attempt, record.bytes, store.uri)
-        self.where = f"{store.uri}/{self.path}"
-        if size != record.bytes:
-            raise damaged(self.where, f"it has {size} bytes and its commit says {record.bytes}")
-        self.index: list[int] = decode_index(self.layout, tail, size, self.where)[:, 0].tolist()
-
-    def _open(self, attempt: str, nbytes: int, uri: str) -> tuple[bytes, int]:
-        """Find the object; its index and its size."""
-        index_bytes, (name, shard) = self.layout.index_bytes, self.key
-        waiting = cm.attempt_path(shard, attempt, name)  # committed, not yet under its Zarr name
-        for path in (self.path, waiting, self.path):
-            try:
-                if isinstance(self.files, LocalFiles):
-                    self.fd = os.open(self.files.local(path), os.O_RDONLY)
-                    size = os.fstat(self.fd).st_size
-                    tail = os.pread(self.fd, index_bytes, max(0, size - index_bytes))
-                else:
-                    small = nbytes <= SMALL_OBJECT_BYTES  # one request brings all of it
-                    tail, size = self.files.read_suffix(path, nbytes if small else index_bytes)
-                    self.whole = np.frombuffer(tail, np.uint8) if small else None
-                    tail = tail[-index_bytes:]
-            except FileNotFoundError:
-                continue
-            self.path = path
-            return tail, size
-        raise damaged(f"{uri}/{self.path}", "it is committed but the object is gone")
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-    def read_rows(self, first: int, count: int, out: np.ndarray, verify: Verify) -> None:
-        """Bytes of rows [first, first + count) into `out` (uint8, flat)."""
-        c, row_bytes, size = self.layout.chunk_tokens, self.layout.row_bytes, self.layout.chunk_bytes
-        checked = self.checked.get(self.key, 0) if verify == "first_touch" else 0
-        reads: list[tuple[int, list[Any]]] = []  # (offset in the object, buffers)
-        checks: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, int]] = []
-        behind: list[Future[None]] = []
-        try:
-            # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
-            for i in range(first // c, -(-(first + count) // c)):
-                lo, hi = max(first, i * c), min(first + count, (i + 1) * c)
-                part = out[(lo - first) * row_bytes : (hi - first) * row_bytes]
-                offset = self.index[i]
-                if offset < 0:
-                    part[:] = 0
-                elif verify == "never" or checked >> i & 1:
-                    self._append(reads, offset + (lo - i * c) * row_bytes, [part])
-                else:
-                    whole = part if len(part) == size else np.empty(size, np.uint8)
-                    crc = np.empty(4, np.uint8)
-                    self._append(reads, offset, [whole, crc])
-                    checks.append((i, whole, crc, part, (lo - i * c) * row_bytes))
-                    if self.fd >= 0 and len(checks) * size >= CHECK_BYTES:  # checked while it is in the cache
-                        self._read(reads)
-                        behind.append(self.checker.submit(self._check, checks))
-                        reads, checks = [], []
-                    checked |= 1 << i
-            self._read(reads)
-            self._check(checks)
-        finally:
-            wait(behind)  # after an error too: they write into `out`
-        for future in behind:
-            future.result()
-        if verify == "first_touch":
-            self.checked[self.key] = self.checked.get(self.key, 0) | checked
-
-    def _append(self, reads: list[tuple[int, list[Any]]], offset: int, buffers: list[Any]) -> None:
-        """Add a read, to the last one where at most a checksum lies between: few calls for a whole document."""
-        if reads and len(reads[-1][1]) < IOV:
-            start, last = reads[-1]
-            gap = offset - start - sum(map(len, last))
-            if gap in (0, 4):
-                last += [*([bytearray(4)] if gap else []), *buffers]
-                return
-        reads.append((offset, buffers))
-
-    def _check(self, checks: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, int]]) -> None:
-        for i, whole, crc, part, skip in checks:
-            check_chunk(whole, crc, self.where, i)
-            if whole is not part:
-                part[:] = whole[skip : skip + len(part)]
-
-    def _read(self, reads: list[tuple[int, list[Any]]]) -> None:
-        """Fill the buffers of each read with the object's bytes from its offset on."""
-        if not reads:
-            return
-        if self.fd >= 0:
-            for offset, buffers in reads:
-                want = sum(map(len, buffers))
-                if os.preadv(self.fd, buffers, offset) != want:
-                    raise damaged(self.where, f"it ends before byte {offset + want}")
-            return
-        starts = [offset for offset, _ in reads]
-        ends = [offset + sum(map(len, buffers)) for offset, buffers in reads]
-        if self.whole is not None:
-            found: Sequence[Any] = [self.whole[a:b] for a, b in zip(starts, ends, strict=True)]
-        else:
-            assert isinstance(self.files, ObjectFiles)
-            found = self.files.read_ranges(self.path, starts, ends)
-        for (_, buffers), data in zip(reads, found, strict=True):
-            raw, at = np.frombuffer(data, np.uint8), 0
-            for b in buffers:
-                b[:] = raw[at : at + len(b)]
-                at += len(b)
 
 
 def _spec_text(files: LocalFiles | ObjectFiles) -> bytes:
