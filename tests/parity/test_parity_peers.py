@@ -13,6 +13,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from kernels.decay_ce import weighted_cross_entropy
 from kernels.weighting import decay, dpace
@@ -98,8 +99,12 @@ def test_peers_load_what_we_save(tmp_path, name):
     if name == "dflash":
         save_drafter(drafter, folder)
     else:
+        # it fetches embedding, head and final norm from the target that the export names
+        sizes = {"num_hidden_layers": 12, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+        target = Qwen3ForCausalLM(Qwen3Config(vocab_size=211, hidden_size=48, intermediate_size=80, **sizes))
+        target.save_pretrained(tmp_path / "target")
         export_speculators(
-            drafter, folder, embedding_VD=data["embedding"], head_VD=data["head"], target_name=str(tmp_path)
+            drafter, folder, embedding_VD=data["embedding"], head_VD=data["head"], target_name=str(tmp_path / "target")
         )
     theirs = ask(name, "load", drafter, data, tmp_path, folder=str(folder))
     assert theirs["numbers"].tolist() == [8, 210, 1, 4, 7]
