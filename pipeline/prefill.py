@@ -132,10 +132,10 @@ def _nested(column: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
 
 
 def documents_of(row: pa.Table) -> list[Document]:
-    """The inverse of `shard_row`, without copying the tokens."""
+    """The inverse of `shard_row`; copies, since torch wants arrays that it may write to."""
     ids = row["document"][0].as_py()
     tokens, masks = row["token_ids"][0].values, row["loss_mask"][0].values
-    return [Document(d, tokens[i].values.to_numpy(), masks[i].values.to_numpy()) for i, d in enumerate(ids)]
+    return [Document(d, np.array(tokens[i].values), np.array(masks[i].values)) for i, d in enumerate(ids)]
 
 
 class Prefiller(Work):
