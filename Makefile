@@ -54,7 +54,7 @@ parity: install ## the drafter and losses against dflash, speculators and SpecFo
 	@$(PY) -m trainer.drafter.peers && $(PY) -m pytest tests/parity $(ARGS)
 
 bench-gpu: ## step time, MFU, memory and kernels on one GPU (torch, triton, transformers and numpy are enough)
-	@$(or $(wildcard $(PY)),$(PYTHON)) -m kernels.bench_gpu $(ARGS)
+	@$(or $(wildcard $(PY)),$(PYTHON)) -m trainer.drafter.bench_gpu $(ARGS)
 
 doctor: install ## check this machine and say what is wrong in plain words
 	@$(PY) -m infra doctor
