@@ -15,6 +15,8 @@ def log_features(cfg: FeaturesConfig, result: FeaturesResult, run: str = "") -> 
     Args:
         run: name of the drafter's run that the features are for (the stage becomes its child); empty: a run of its own.
     """
+    if not run and not result.counts["computed_shards"]:
+        return  # nothing new, and nobody to belong to
     name = run or f"{cfg.target.name}-features"
     tags = {"target": cfg.target.name, "store": result.fingerprint[:12], "store_path": result.store_path}
     folder = f"runs/{run}" if run else None

@@ -37,7 +37,7 @@ def assert_same(live, replayed):
 
 @pytest.mark.parametrize("b", [None, 2, 5])
 def test_replay_is_live(tiny, drafter, b):
-    live, replayed, traces = live_and_replayed(tiny, drafter, b)
+    live, replayed, traces = live_and_replayed(tiny, drafter, b, PROMPTS if b is None else PROMPTS[:7])
     assert_same(live, replayed)
     together = Cycles.concat(live)
     assert len(set(together.accepted.tolist())) >= (b or 6) - 1, "a drafter that is always wrong or right tests little"

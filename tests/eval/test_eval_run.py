@@ -75,15 +75,15 @@ def test_store_replay_equals_live_on_whole_documents(here):
 def test_two_turns_batched_and_merged(here):
     """A second evaluation adds its suite; the second turn follows the target's own first answer."""
     Path("mine.jsonl").write_text("".join(f'{{"turns": ["Hello {i}", "And then?"]}}\n' for i in range(3)))
-    first = evaluate(config(limit=2, max_new_tokens=16))
-    second = evaluate(config(suites=("mine.jsonl",), batch_size=2, drafter="runs/demo", max_new_tokens=16))
+    first = evaluate(config(limit=1, max_new_tokens=10))
+    second = evaluate(config(suites=("mine.jsonl",), batch_size=2, drafter="runs/demo", max_new_tokens=10))
     assert set(second["suites"]) == {"heldout", "mine"}
     assert second["suites"]["heldout"] == first["suites"]["heldout"]
     mine = second["suites"]["mine"]
     assert mine["answers"] == 6 and len(mine["prompts"]) == 3 and mine["settings"]["batch_size"] == 2
     assert mine["lossless"]["checked"] == mine["lossless"]["identical"] == mine["tokens"] + 6
     assert 1 < mine["concurrency"] <= 2
-    alone = evaluate(config(suites=("mine.jsonl",), out="runs/alone", max_new_tokens=16))["suites"]["mine"]
+    alone = evaluate(config(suites=("mine.jsonl",), out="runs/alone", max_new_tokens=10))["suites"]["mine"]
     assert [(p["tokens"], p["cycles"]) for p in alone["prompts"]] == [
         (p["tokens"], p["cycles"]) for p in mine["prompts"]
     ]
@@ -140,11 +140,11 @@ def test_command_line_and_mlflow(here, capsys):
 
 
 def test_an_error_is_one_sentence(here):
-    command = [sys.executable, "-m", "eval", "--model", "tiny", "--suites", "heldoutt"]
+    command = [sys.executable, "-m", "eval", "--model", "tiny", "limits=3"]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=here, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
-    assert done.returncode == 2 and "unknown suite 'heldoutt'" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "did you mean 'limit'" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Legend: S context rows, L taps, D hidden size, A blocks, K block size, V vocabulary, H/G query/key heads, E head dim.
 
 Needs torch, triton and transformers only, and no network: the drafter is built from plain numbers (those of Qwen3-8B's)
-with random weights. Liger-Kernel and the peers join where importable. `--device cpu --tiny` is its smoke test.
+with random weights. Liger-Kernel joins where importable. `--device cpu --tiny` is its smoke test.
 """
 
 import argparse
