@@ -36,8 +36,9 @@ def read_report(path: Path) -> dict[str, Any] | None:
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> Path:
+    """Write report.json; the report must be `finite`."""
     path = folder / "report.json"
-    write_json(path, finite(report))
+    write_json(path, report)
     return path
 
 

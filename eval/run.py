@@ -69,7 +69,7 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
         verify_length=cfg.verify_length, batch_size=cfg.batch_size, seed=cfg.seed,
     )  # fmt: skip
     measured = run_suites(target, drafters, suites, settings, Renderer(target, cfg.thinking))
-    report = build_report(cfg, target, drafters, measured, settings, store)
+    report = finite(build_report(cfg, target, drafters, measured, settings, store))
     out.mkdir(parents=True, exist_ok=True)
     kept = {name: samples(m, target.tokenizer, SAMPLES) for name, m in measured.items()}
     figures = all_figures(report, kept)
@@ -79,7 +79,7 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     report = merge(report, read_report(out / "report.json"))
     path = write_report(out, report)
     page_path = out / "report.html"
-    page_path.write_text(page(finite(report), _kept_samples(out, kept)))
+    page_path.write_text(page(report, _kept_samples(out, kept)))
     if cfg.track:
         _log(cfg, out, latest, kept, figure_paths, [path, page_path])
     return report
