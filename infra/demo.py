@@ -36,7 +36,7 @@ def steps(overrides: list[str]) -> list[tuple[str, list[str]]]:
         (
             "evaluation",
             ["-m", "eval", "--model", MODEL, "--drafter", str(RUN), "--before", str(RUN / "drafter-init")]
-            + ["--suites", SUITE, "--limit", "10", "max_new_tokens=112"],
+            + ["--suites", SUITE, "max_new_tokens=64", "batch_size=16"],
         ),
     ]
 

@@ -181,10 +181,10 @@ def track(
 def _open(run_name: str, stage: str, folder: Path | None, tags: dict[str, Any], resume: bool) -> Tracker:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    logging.getLogger("mlflow").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
+    for name in ("mlflow", "mlflow.store.db.utils", "alembic"):  # set after the import, which sets its own levels
+        logging.getLogger(name).setLevel(logging.WARNING)
     client = MlflowClient(tracking_uri())
     experiment = _experiment(client)
     known: dict[str, str] = {}
