@@ -51,9 +51,10 @@ def measure(
     renderer: Renderer,
     *,
     do_replay: bool = True,
-    on_answers: Callable[[int], None] = lambda n: None,
+    on_answers: Callable[[float], None] = lambda n: None,
 ) -> SuiteMeasurement:
-    """Decode a suite. `on_answers` hears of finished answers, for the progress bar.
+    """Decode a suite. `on_answers` hears of finished answers, for the progress bar: each counts in equal parts for
+    plain decoding and for every drafter.
 
     With a batch size above 1, prompts go in groups of four batches: sequences leave and join inside a group, and plain
     and drafted decoding take turns between groups.
@@ -67,13 +68,16 @@ def measure(
             members = [i for i in group if turn < _turns(suite.prompts[i])]
             prompts = [renderer.prompt_ids(suite.prompts[i], turn, history[i]) for i in members]
             seeded = dataclasses.replace(settings, seed=settings.seed + 1_000 * first + turn)
-            plain = plain_decode(target, prompts, seeded)
-            drafted = {label: decode(target, d.proposer, prompts, seeded) for label, d in drafters.items()}
+            part = len(members) / (1 + len(drafters))
+            plain, drafted = plain_decode(target, prompts, seeded), {}
+            on_answers(part)
+            for label, d in drafters.items():
+                drafted[label] = decode(target, d.proposer, prompts, seeded)
+                on_answers(part)
             for row, i in enumerate(members):
                 history[i].append(plain[row].answer_ids)
                 answer = Answer(i, turn, plain[row], {label: t[row] for label, t in drafted.items()}, {}, {})
                 out.answers.append(_checked(target, drafters, answer, settings, do_replay))
-            on_answers(len(members))
     return out
 
 
