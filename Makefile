@@ -23,7 +23,7 @@ help: ## list the targets
 
 install: .venv/installed ## create .venv and install everything into it (the other targets do it themselves)
 
-demo: install ## the whole path on a laptop: corpus, features, training, τ before and after, MLflow (about 10 minutes)
+demo: install ## the whole path on a laptop: corpus, features, training, τ before and after, MLflow (about 11 minutes)
 	@$(PY) -m infra demo $(ARGS)
 
 features: install ## MODEL= CORPUS=: responses by the target, then its hidden states into the store
