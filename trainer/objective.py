@@ -38,6 +38,12 @@ class Objective:
             case "acceptance":
                 self.weighting, self.slot_weight_K = weighting.acceptance(cfg.alpha), None
 
+    def begin(self, step: int, total: int) -> None:
+        """Nothing moves with the steps."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def denominator(self, batch: AnchorBatch) -> float:
         """Of the whole optimiser step of the batch; at least 1e-9, so that nothing supervised gives loss 0."""
         if self.slot_weight_K is None:
