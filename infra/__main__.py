@@ -1,4 +1,4 @@
-"""`python -m infra doctor | ui | demo | bench`."""
+"""`python -m infra doctor | ui | demo | bench | submit | sizing`."""
 
 import argparse
 import sys
@@ -7,6 +7,10 @@ from infra.cli import main
 
 
 def run(argv: list[str]) -> int | None:
+    if argv[:1] == ["submit"]:
+        from infra.submit.cli import submit
+
+        return submit(argv[1:])
     p = argparse.ArgumentParser(prog="python -m infra")
     sub = p.add_subparsers(dest="verb", required=True)
     sub.add_parser("doctor", help="check this machine")
@@ -17,12 +21,18 @@ def run(argv: list[str]) -> int | None:
     bench = sub.add_parser("bench", help="benchmarks into runs/bench/<part>.json")
     bench.add_argument("part", choices=["", *BENCHES], metavar="|".join(BENCHES))
     bench.add_argument("args", nargs="*")
+    sub.add_parser("submit", help="run a stage on Ray, Kubernetes, Slurm or here")
+    sub.add_parser("sizing", help="GPUs, nodes, TB, hours and cost per 100 M tokens, as Markdown")
     args = p.parse_args(argv)
     match args.verb:
         case "doctor":
             from infra.doctor import doctor
 
             return doctor()
+        case "sizing":
+            from infra.sizing import sizing
+
+            print(sizing())
         case "ui":
             from infra.ui import ui as serve
 

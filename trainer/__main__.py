@@ -28,9 +28,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--model", default="", help="target: a name in features/targets or a TOML file")
     p.add_argument("--recipe", default="", help="a name in trainer/recipes or a TOML file (default: the stage's)")
     p.add_argument("--nproc", default="auto", help="ranks on this machine: a number, or auto (one per GPU; 1 on a CPU)")
+    p.add_argument("--nodes", type=int, default=1, help="machines; each runs this same command (--launcher torchrun)")
+    p.add_argument("--rendezvous", default="", metavar="HOST:PORT", help="on the first of several nodes")
+    p.add_argument("--launcher", choices=["torchrun", "ray"], default="torchrun", help="ray: Ray Train at $RAY_ADDRESS")
+    p.add_argument("--cpu", action="store_true", help="--launcher ray: ranks without GPUs")
     p.add_argument("--allow-changed", action="store_true", help="resume although semantic settings changed")
     p.add_argument("overrides", nargs="*", help="dotted overrides, train.steps=50")
-    return p.parse_args(argv)
+    return p.parse_intermixed_args(argv)  # options may follow overrides
 
 
 def launch(argv: list[str]) -> int:
@@ -51,13 +55,23 @@ def launch(argv: list[str]) -> int:
     from features.target_config import load_target_config
 
     load_target_config(cfg.model)  # an unknown model ends here, in one sentence and not once per rank
+    if args.nodes > 1 and args.launcher == "torchrun" and not args.rendezvous:
+        raise ConfigError("--nodes needs --rendezvous HOST:PORT, the first node's address; add it on every node")
     nproc = _nproc(args.nproc)
+    if args.launcher == "ray":
+        from trainer.ray_launch import launch_ray
+
+        return launch_ray(STAGES[args.stage], cfg, args.nodes * nproc, cpu=args.cpu, allow_changed=args.allow_changed)
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="flashdraft-", delete=False) as f:
         path = f.name
     save_toml(cfg, path)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     worker = ["-m", STAGES[args.stage], path, *(["--allow-changed"] if args.allow_changed else [])]
-    return torchrun(["--standalone", f"--nproc_per_node={nproc}", "--shutdown_timeout=600", *worker])
+    where = ["--standalone"]
+    if args.rendezvous:
+        where = [f"--nnodes={args.nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={args.rendezvous}"]
+        where += [f"--rdzv_id={cfg.run_name}"]
+    return torchrun([*where, f"--nproc_per_node={nproc}", "--shutdown_timeout=600", *worker])
 
 
 def torchrun(args: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from types import FrameType
 
@@ -15,6 +16,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
         self._at = 0.0
+        if threading.current_thread() is not threading.main_thread():
+            return  # under Ray Train the loop is in a thread, and Ray ends the process
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
