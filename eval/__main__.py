@@ -27,6 +27,7 @@ def run(argv: list[str]) -> int | None:
     p.add_argument("--suites-from", metavar="FOLDER", help="read the suites' files here instead of from the hub")
     p.add_argument("--limit", type=int, help="prompts per suite")
     p.add_argument("--store", help="feature store of the suite heldout")
+    p.add_argument("--engine", help="also measure a serving engine: vllm, or http://host:port of vLLM or SGLang")
     p.add_argument("--out", help="folder for report.json")
     p.add_argument("overrides", nargs="*", metavar="key=value", help="any field of eval.config.EvalConfig")
     args = p.parse_intermixed_args(argv)  # options may follow overrides
@@ -37,6 +38,7 @@ def run(argv: list[str]) -> int | None:
     given = {
         "model": args.model, "drafter": args.drafter, "before": args.before, "data": args.suites_from,
         "limit": args.limit, "store": args.store, "out": args.out,
+        "engine": args.engine,
         "suites": tuple(filter(None, args.suites.split(","))) if args.suites else None,
     }  # fmt: skip
     data = {key: value for key, value in given.items() if value is not None}

@@ -43,6 +43,9 @@ class EvalConfig(Config):
     """auto: CUDA where there is one"""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """of target and drafter; empty: the target file's"""
+    engine: str = ""
+    """also run the prompts through a serving engine: `vllm` (started for it), or http://host:port of a vLLM or SGLang
+    server that drafts with this drafter"""
     out: str = ""
     """folder of report.json and figures; empty: the run folder of the drafter, else runs/eval-<drafter>"""
     track: bool = True

@@ -66,6 +66,8 @@ def flat_metrics(suites: dict[str, dict[str, Any]]) -> dict[str, float]:
             "replay_tau_pooled": s.get("replay_tau_pooled"),
             "store_replay_tau_pooled": s.get("store_replay_tau_pooled"),
             "speedup": s["speedup"],
+            "engine_tau_pooled": s.get("engine", {}).get("tau_pooled"),
+            "engine_speedup": s.get("engine", {}).get("speedup"),
             "full_block_rate": s["full_block_rate"],
             "draft_ms": s["draft_ms"],
             "verify_ms": s["verify_ms"],

@@ -10,6 +10,8 @@ from typing import Any
 from eval.champion import register
 from eval.config import EvalConfig
 from eval.decode import DecodeSettings, decode, plain_decode
+from eval.engines_measure import check_engine, measure_engine
+from eval.engines_measure import table as engine_table
 from eval.figures import all_figures, save_figures
 from eval.measure import SAMPLES, SuiteMeasurement, measure, summarise
 from eval.metrics import Cycles, tau_pooled
@@ -60,6 +62,8 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     out = output_folder(cfg, folders[AFTER])
     target = load_matching_target(cfg, folders)
     drafters = load_drafters(cfg, target, folders)
+    if cfg.engine:
+        check_engine(cfg, drafters[AFTER])
     if cfg.max_new_tokens is None:
         cfg = cfg.model_copy(update={"max_new_tokens": 128 if target.device.type == "cpu" else 2048})
     store = open_store(cfg, target) if HELDOUT in cfg.suites else None
@@ -69,7 +73,11 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
         verify_length=cfg.verify_length, batch_size=cfg.batch_size, seed=cfg.seed,
     )  # fmt: skip
     measured = run_suites(target, drafters, suites, settings, Renderer(target, cfg.thinking))
-    report = finite(build_report(cfg, target, drafters, measured, settings, store))
+    report = build_report(cfg, target, drafters, measured, settings, store)
+    if cfg.engine:
+        for name, figures in measure_engine(cfg, target, drafters[AFTER], AFTER, measured, settings).items():
+            report["suites"][name]["engine"] = figures
+    report = finite(report)
     out.mkdir(parents=True, exist_ok=True)
     kept = {name: samples(m, target.tokenizer, SAMPLES) for name, m in measured.items()}
     figures = all_figures(report, kept)
@@ -225,4 +233,4 @@ def summary(report: dict[str, Any]) -> str:
         f"{d['path']}: {d['parameters'] / 1e6:.1f} M parameters, block {d['block_size']}, for {t['name']} "
         f"({t['dtype']}, {t['device']})"
     )
-    return f"{head}\n\n{terminal_table(report)}"
+    return "\n\n".join(filter(None, (head, terminal_table(report), engine_table(report))))

@@ -39,5 +39,9 @@ class TrainingError(FlashdraftError):
     """Training that cannot go on (non-finite steps in a row, nothing supervised)."""
 
 
+class EngineError(FlashdraftError):
+    """A serving engine that does not answer, fails, or does not draft."""
+
+
 class ResourceError(FlashdraftError):
     """The machine lacks something: disk space, memory, a free port, a program."""
