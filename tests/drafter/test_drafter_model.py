@@ -51,6 +51,29 @@ def test_packed_forward_equals_cached_decode(tools, switch, dtype):
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
+def test_rows_at_different_positions_decode_as_alone(tools, switch):
+    """One pass over all blocks as a batch of sequences, rows in any order, with a context that comes in two parts."""
+    drafter = tools.drafter(dtype=torch.float64, **SWITCHES[switch])
+    row = tools.row(drafter.config, dtype=torch.float64)
+    with torch.no_grad():
+        packed_AKD = tools.run(drafter, row)
+    blocks = torch.nonzero(row.anchor_valid_A).flatten()
+    slots = [(3 * i + 1) % len(blocks) if len(blocks) % 3 else i for i in range(len(blocks))]
+    assert len(set(slots)) == len(slots) > 2 and len(set(row.anchor_position_A[blocks].tolist())) > 2
+    cache = drafter.new_cache(rows=2, capacity=4)  # too small: it grows
+    ranges = [(int(row.context_start_A[a]), int(row.context_end_A[a])) for a in blocks]
+    halves = [(start, (start + end) // 2, end) for start, end in ranges]
+    for part in (0, 1):
+        spans = [slice(h[part], h[part + 1]) for h in halves]
+        embeds = [row.embedding_VD[row.token_ids_S[span]] for span in spans]
+        drafter.append_context(cache, slots, [row.hidden_SLD[span] for span in spans], embeds)
+    inputs_BKD = drafter.block_inputs(row.labels_AK, row.embedding_VD)[blocks]
+    for _ in range(2):  # a pass leaves the context as it was
+        decoded_BKD = drafter.decode_block(inputs_BKD, cache, slots)
+        torch.testing.assert_close(decoded_BKD[:, 1:], packed_AKD[blocks, 1:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
 def test_switch_changes_output_and_all_parameters_train(tools, switch):
     drafter = tools.drafter(**SWITCHES[switch])
     row = tools.row(drafter.config)

@@ -5,12 +5,13 @@ B sequences.
 
 One context feature, `hidden_norm(fc(taps))`, is projected to keys and values in every layer, beside the block's own
 keys and values; queries come from the block only. Training (`forward`: all blocks of packed documents at once) and
-drafting (`decode`: one block, context keys cached) are the same function of the same weights.
+drafting (`decode_block`: one block per sequence, context keys cached) are the same function of the same weights.
 Embedding and head are the target's: callers pass them in, they are never parameters.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from trainer.drafter.attention import ContextRanges, Execution, anchored_attention
+from trainer.drafter.cache import BlockView, DrafterCache
 
 if TYPE_CHECKING:  # the model itself needs torch and transformers only
     from trainer.drafter.config import DrafterConfig
@@ -87,38 +89,6 @@ class Layer(nn.Module):
         """What follows the attention: output projection, residual, MLP. attended [..., H, E]."""
         x = x + self.self_attn.o_proj(attended.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class DrafterCache:
-    """Keys and values of the context, per layer; those of a block are never kept.
-
-    Buffers grow by doubling, and a block's keys are written behind the context, where the next step overwrites them.
-    """
-
-    def __init__(self, num_layers: int):
-        self.length = 0
-        """context positions held"""
-        self.buffers: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
-        self.last_feature_BLD: Tensor | None = None
-        """target feature right before the anchor (conditioning = input_fusion)"""
-
-    def crop(self, length: int) -> None:
-        """Forget positions >= length."""
-        self.length = min(self.length, length)
-
-    def write(self, layer: int, at: int, k_BNGE: Tensor, v_BNGE: Tensor) -> tuple[Tensor, Tensor]:
-        """Put rows at position `at`; returns views of everything up to their end, [B, at + N, G, E]."""
-        end = at + k_BNGE.shape[1]
-        held = self.buffers[layer]
-        if held is None or held[0].shape[1] < end:
-            shape = (k_BNGE.shape[0], max(256, 2 * end), *k_BNGE.shape[2:])
-            new = (k_BNGE.new_empty(shape), v_BNGE.new_empty(shape))
-            if held is not None:
-                for old, grown in zip(held, new, strict=True):
-                    grown[:, :at] = old[:, :at]
-            self.buffers[layer] = held = new
-        held[0][:, at:end], held[1][:, at:end] = k_BNGE, v_BNGE
-        return held[0][:, :end], held[1][:, :end]
 
 
 class Drafter(nn.Module):
@@ -207,10 +177,67 @@ class Drafter(nn.Module):
             x = layer.finish(x, attended)
         return self._outputs(x)
 
-    def new_cache(self) -> DrafterCache:
-        return DrafterCache(len(self.layers))
+    def new_cache(self, rows: int = 1, capacity: int = 0) -> DrafterCache:
+        """An empty cache; it grows where `rows` or `capacity` (positions) turn out too small."""
+        return DrafterCache(len(self.layers), rows, capacity)
 
     @torch.no_grad()
+    def append_context(
+        self, cache: DrafterCache, rows: Sequence[int], hidden: Sequence[Tensor], embeds: Sequence[Tensor] | None = None
+    ) -> None:
+        """Append features to rows of the cache: all rows' new positions go through `fc` and the projections at once.
+
+        Args:
+            cache: from `new_cache`.
+            rows: which rows, each at most once.
+            hidden: per row, features [S_i, L, D] of the positions right behind `cache.lengths[row]` (S_i may be 0).
+            embeds: per row, the token embeddings [S_i, D] of the same positions, where `config.needs_context_embeds`.
+        """
+        counts = [h.shape[0] for h in hidden]
+        if not sum(counts):
+            return
+        rows_N, at_N = [], []
+        for row, count in zip(rows, counts, strict=True):
+            at = cache.reserve(row, count)
+            rows_N += [row] * count
+            at_N += range(at, at + count)
+        device = self.fc.weight.device
+        rows_N, at_N = torch.tensor(rows_N, device=device), torch.tensor(at_N, device=device)
+        context_ND = self._context(torch.cat(list(hidden)), None if embeds is None else torch.cat(list(embeds)))
+        cos, sin = (t[0] for t in self.rotary(context_ND, at_N[None]))
+        for i, layer in enumerate(self.layers):
+            cache.write(i, rows_N, at_N, *layer.self_attn.keys_values(context_ND, cos, sin))
+        for row, count, features in zip(rows, counts, hidden, strict=True):
+            cache.lengths[row] += count
+            if count and self.config.conditioning == "input_fusion":
+                cache.last_feature[row] = features[-1]
+
+    @torch.no_grad()
+    def decode_block(self, block_embeds_BKD: Tensor, cache: DrafterCache, rows: Sequence[int]) -> Tensor:
+        """One block behind the context of each of `rows`, which may stand at different positions.
+
+        Returns:
+            hidden_BKD after the final norm, as `forward` gives for the same blocks. The cache's context is unchanged.
+        """
+        x = block_embeds_BKD.to(self.fc.weight.dtype)
+        if self.config.conditioning == "input_fusion":
+            nothing = x.new_zeros(self.config.num_taps, self.config.hidden_size)  # a block at position 0
+            x = self._fuse(x, torch.stack([cache.last_feature.get(row, nothing).to(x.dtype) for row in rows]))
+        view = BlockView(cache, rows, x.shape[1], x.device)
+        cos, sin = self.rotary(x, view.positions_BK)
+        for i, layer in enumerate(self.layers):
+            attn = layer.self_attn
+            h = layer.input_layernorm(x)
+            q = attn.queries(h, cos, sin)
+            held = cache.write(i, view.rows_B1, view.positions_BK, *attn.keys_values(h, cos, sin))
+            k, v = view.keys_values(held)
+            attended = F.scaled_dot_product_attention(
+                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                attn_mask=view.mask(attn.causal, attn.window), enable_gqa=True,
+            )  # fmt: skip
+            x = layer.finish(x, attended.transpose(1, 2))
+        return self._outputs(x)
+
     def decode(
         self,
         block_embeds_BKD: Tensor,
@@ -220,7 +247,7 @@ class Drafter(nn.Module):
         *,
         new_embeds_SD: Tensor | None = None,
     ) -> Tensor:
-        """One drafting step as at inference: append the new context to the cache, run one block behind it.
+        """One drafting step of sequences that all stand at `start`: `append_context`, then `decode_block`.
 
         Args:
             block_embeds_BKD: inputs of the block that begins at position `start`; fewer than K slots are allowed.
@@ -230,42 +257,12 @@ class Drafter(nn.Module):
             start: position of the anchor.
             new_embeds_SD: token embeddings of the same positions, where `config.needs_context_embeds`.
 
-        Returns:
-            hidden_BKD after the final norm, as `forward` gives for the same block.
+        Raises:
+            ValueError: the new features do not reach from the cache's length to `start`.
         """
-        x = block_embeds_BKD.to(self.fc.weight.dtype)
-        B, K, _ = x.shape
-        hidden = new_hidden_SLD if new_hidden_SLD.ndim == 4 else new_hidden_SLD[None]
-        embeds = new_embeds_SD if new_embeds_SD is None or new_embeds_SD.ndim == 3 else new_embeds_SD[None]
-        at = cache.length
-        if at + hidden.shape[1] != start:
-            raise ValueError(
-                f"the cache holds {at} positions and {hidden.shape[1]} new ones came, but the block starts at {start}; "
-                f"pass the features of positions {at}..{start - 1}"
-            )
-        context = self._context(hidden, embeds)
-        if self.config.conditioning == "input_fusion":
-            if hidden.shape[1]:
-                cache.last_feature_BLD = hidden[:, -1]
-            if cache.last_feature_BLD is None:  # a block at position 0
-                cache.last_feature_BLD = hidden.new_zeros(B, *hidden.shape[2:])
-            x = self._fuse(x, cache.last_feature_BLD)
-        positions = torch.arange(at, start + K, device=x.device)[None]
-        cos, sin = self.rotary(x, positions)
-        split = start - at
-        for i, layer in enumerate(self.layers):
-            attn = layer.self_attn
-            cache.write(i, at, *attn.keys_values(context, cos[:, :split], sin[:, :split]))
-            h = layer.input_layernorm(x)
-            q = attn.queries(h, cos[:, split:], sin[:, split:])
-            k, v = cache.write(i, start, *attn.keys_values(h, cos[:, split:], sin[:, split:]))
-            attended = F.scaled_dot_product_attention(
-                q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
-                attn_mask=_decode_mask(start, K, attn.causal, attn.window, x.device), enable_gqa=True,
-            )  # fmt: skip
-            x = layer.finish(x, attended.transpose(1, 2))
-        cache.length = start
-        return self._outputs(x)
+        rows = range(block_embeds_BKD.shape[0])
+        self._append_even(cache, rows, start, new_hidden_SLD, new_embeds_SD)
+        return self.decode_block(block_embeds_BKD, cache, rows)
 
     @torch.no_grad()
     def draft(
@@ -280,30 +277,56 @@ class Drafter(nn.Module):
         new_ids_S: Tensor | None = None,
         length: int | None = None,
     ) -> Tensor:
-        """Greedy drafts int64 [B, K - 1] for positions start + 1 .. ; one pass, or K - 1 for an autoregressive drafter.
+        """Greedy drafts int64 [B, K - 1] for positions start + 1 .. of sequences that all stand at `start`.
 
         `new_ids_S` are the context tokens of `new_hidden_SLD` (needed where `config.needs_context_embeds`); `length`
-        is the number of block slots including the anchor, K by default.
+        is the number of block slots including the anchor, K by default. The rest as in `decode`.
         """
+        rows = range(anchor_ids_B.shape[0])
         embeds = F.embedding(new_ids_S, embedding_VD) if self.config.needs_context_embeds else None
+        self._append_even(cache, rows, start, new_hidden_SLD, embeds)
+        return self.propose(anchor_ids_B, cache, rows, embedding_VD, head_VD, length=length).argmax(-1)
+
+    @torch.no_grad()
+    def propose(
+        self,
+        anchor_ids_B: Tensor,
+        cache: DrafterCache,
+        rows: Sequence[int],
+        embedding_VD: Tensor,
+        head_VD: Tensor,
+        *,
+        length: int | None = None,
+    ) -> Tensor:
+        """logits_BNV of the N = length - 1 tokens behind each row's anchor, which stands right behind its context.
+
+        One pass; or N for an autoregressive drafter, which reads its own greedy choices.
+        """
         K = length or self.config.block_size
         if self.config.drafting == "block":
             inputs = self.block_inputs(anchor_ids_B, embedding_VD)[:, :K]
-            hidden_BKD = self.decode(inputs, new_hidden_SLD, cache, start, new_embeds_SD=embeds)
-            return (hidden_BKD[:, 1:].to(head_VD.dtype) @ head_VD.T).argmax(-1)
-        tokens = anchor_ids_B[:, None]
+            return F.linear(self.decode_block(inputs, cache, rows)[:, 1:].to(head_VD.dtype), head_VD)
+        tokens_Bn, logits = anchor_ids_B[:, None], []
         for _ in range(K - 1):
-            inputs = F.embedding(tokens, embedding_VD)
-            hidden = self._next_hidden(inputs, new_hidden_SLD, cache, start, embeds)
-            tokens = torch.cat([tokens, (hidden.to(head_VD.dtype) @ head_VD.T).argmax(-1)[:, None]], dim=1)
-            new_hidden_SLD = new_hidden_SLD[..., :0, :, :]
-            embeds = None if embeds is None else embeds[..., :0, :]
-        return tokens[:, 1:]
+            inputs = F.embedding(tokens_Bn, embedding_VD)
+            spare = torch.cat([inputs, torch.zeros_like(inputs[:, :1])], dim=1)  # `_outputs` shifts the state there
+            hidden_B1D = self.decode_block(spare, cache, rows)[:, -1:]
+            logits.append(F.linear(hidden_B1D.to(head_VD.dtype), head_VD))
+            tokens_Bn = torch.cat([tokens_Bn, logits[-1].argmax(-1)], dim=1)
+        return torch.cat(logits, dim=1)
 
-    def _next_hidden(self, inputs, new_hidden, cache, start, embeds) -> Tensor:
-        """Hidden state [B, D] that predicts the token behind the last input: `_outputs` shifts it to a spare slot."""
-        spare = torch.cat([inputs, torch.zeros_like(inputs[:, :1])], dim=1)
-        return self.decode(spare, new_hidden, cache, start, new_embeds_SD=embeds)[:, -1]
+    def _append_even(self, cache: DrafterCache, rows: Sequence[int], start: int, hidden: Tensor, embeds) -> None:
+        """`append_context` up to `start` for rows that stand at one position."""
+        hidden_BSLD = hidden if hidden.ndim == 4 else hidden[None]
+        at, new = cache.length, hidden_BSLD.shape[1]
+        if at + new != start:
+            raise ValueError(
+                f"the cache holds {at} positions and {new} new ones came, but the block starts at {start}; pass the "
+                f"features of positions {at}..{start - 1}"
+            )
+        if embeds is not None:
+            embeds = list(embeds if embeds.ndim == 3 else embeds[None])
+        self.append_context(cache, rows, list(hidden_BSLD), embeds)
 
     def _context(self, hidden: Tensor, embeds: Tensor | None) -> Tensor:
         """The context feature, [..., S, D]."""
@@ -324,19 +347,6 @@ class Drafter(nn.Module):
         """Final norm. Autoregressive: the state at slot k - 1 predicts p + k, so shift it to slot k."""
         x = self.norm(x)
         return x.roll(1, dims=1) if self.config.drafting == "autoregressive" else x
-
-
-def _decode_mask(start: int, K: int, causal: bool, window: int | None, device) -> Tensor | None:
-    if not causal and window is None:
-        return None
-    key = torch.arange(start + K, device=device)[None]
-    query = torch.arange(start, start + K, device=device)[:, None]
-    mask = torch.ones(K, start + K, dtype=torch.bool, device=device)
-    if causal:
-        mask &= key <= query
-    if window is not None:
-        mask &= query - key < window
-    return mask
 
 
 def _initialise(module: nn.Module) -> None:
