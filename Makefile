@@ -6,11 +6,13 @@ FORMAT ?= zlab
 NPROC ?= auto
 ARGS ?=
 PORT ?= 5000
+JOB ?= features
+ON ?= local
 PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo features train eval compare export ui test bench bench-gpu parity doctor lint clean
+.PHONY: help install demo features train eval compare export ui test bench bench-gpu parity submit cluster-test doctor lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -40,6 +42,12 @@ compare: install ## A= B=: which of two evaluated drafters is better, by how muc
 
 export: install ## RUN= FORMAT=zlab|speculators: a drafter in the layout that SGLang and vLLM load, with a card
 	@$(PY) -m trainer export "$(RUN)" --format "$(FORMAT)" $(ARGS)
+
+submit: install ## JOB=features|train|eval ON=ray|kuberay|slurm|local MODEL= [PROFILE=]: the same stage on a cluster; ARGS=--dry-run shows it
+	@$(PY) -m infra submit "$(JOB)" --on "$(ON)" "MODEL=$(MODEL)" $(if $(PROFILE),--profile "$(PROFILE)") $(if $(DRAFTER),"DRAFTER=$(DRAFTER)") $(ARGS)
+
+cluster-test: install ## clusters on this machine (root, Linux): kill workers, drivers, hosts and links; nothing may be lost
+	@$(PY) -m pytest -x -s -p no:xdist tests/cluster/check_*.py $(ARGS)
 
 ui: install ## [PORT=]: the MLflow pages on http://127.0.0.1:5000
 	@$(PY) -m infra ui --port $(PORT)

@@ -6,6 +6,7 @@ Values of overrides are TOML (`train.steps=50`, `name="a"`, `taps=[1,8]`); a bar
 """
 
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -143,7 +144,12 @@ def _explain(model: type[Config], err: Any, what: str) -> str:
     message = err["msg"].removeprefix("Value error, ")
     if not key:  # a cross-check of the whole model: its own sentence says everything
         return f"{what}: {message}"
-    return f"{what}: {key} = {err['input']!r} is not accepted: {message}"
+    return f"{what}: {key} = {_without_secrets(repr(err['input']))} is not accepted: {message}"
+
+
+def _without_secrets(text: str) -> str:
+    """Passwords (`scheme://user:password@`) and signatures (`scheme://host/path?…`) masked: errors end up in logs."""
+    return re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?***", re.sub(r"://[^/\s@]*:[^/\s]*@", "://***@", text))
 
 
 def _known_keys(model: type, loc: tuple) -> list[str]:
