@@ -305,13 +305,13 @@ class Drafter(nn.Module):
         K = length or self.config.block_size
         if self.config.drafting == "block":
             inputs = self.block_inputs(anchor_ids_B, embedding_VD)[:, :K]
-            return F.linear(self.decode_block(inputs, cache, rows)[:, 1:].to(head_VD.dtype), head_VD)
+            return _logits(self.decode_block(inputs, cache, rows)[:, 1:], head_VD)
         tokens_Bn, logits = anchor_ids_B[:, None], []
         for _ in range(K - 1):
             inputs = F.embedding(tokens_Bn, embedding_VD)
             spare = torch.cat([inputs, torch.zeros_like(inputs[:, :1])], dim=1)  # `_outputs` shifts the state there
             hidden_B1D = self.decode_block(spare, cache, rows)[:, -1:]
-            logits.append(F.linear(hidden_B1D.to(head_VD.dtype), head_VD))
+            logits.append(_logits(hidden_B1D, head_VD))
             tokens_Bn = torch.cat([tokens_Bn, logits[-1].argmax(-1)], dim=1)
         return torch.cat(logits, dim=1)
 
@@ -347,6 +347,11 @@ class Drafter(nn.Module):
         """Final norm. Autoregressive: the state at slot k - 1 predicts p + k, so shift it to slot k."""
         x = self.norm(x)
         return x.roll(1, dims=1) if self.config.drafting == "autoregressive" else x
+
+
+def _logits(hidden_BND: Tensor, head_VD: Tensor) -> Tensor:
+    """One matrix product: over a slice such as [:, 1:], torch would run a batched one, 25 times slower on a CPU."""
+    return (hidden_BND.flatten(0, 1).to(head_VD.dtype) @ head_VD.T).unflatten(0, hidden_BND.shape[:2])
 
 
 def _initialise(module: nn.Module) -> None:
