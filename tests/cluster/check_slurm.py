@@ -1,0 +1,134 @@
+"""A real Slurm of two nodes: the rendered scripts run, stop for a preemption, are requeued and go on."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from hosts import ROOT, say, wait_for
+from small import RECIPE, records, write_store
+
+CONF = """
+ClusterName=flashdraft
+SlurmctldHost=a
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+MpiDefault=none
+KillWait=20
+NodeName=a,b CPUs=1 State=UNKNOWN
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(make_hosts, folder):
+    lacking = [p for p in ("slurmctld", "slurmd", "munged", "sbatch", "srun") if not shutil.which(p)]
+    if lacking:
+        pytest.skip(f"Slurm is not installed ({', '.join(lacking)}): apt-get install slurm-wlm munge")
+    with make_hosts(["a", "b"]) as hosts:
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder))
+        for name in ("state", "spool-a", "spool-b", "logs"):
+            (folder / name).mkdir()
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o400)
+        folder.chmod(0o755)
+        hosts.env = {"SLURM_CONF": str(folder / "slurm.conf")}
+        # one munged per host, as on a cluster; the folder is shared, so each has its own socket and pid file
+        for name in ("a", "b"):
+            conf = folder / f"slurm-{name}.conf"
+            conf.write_text(CONF.format(folder=folder).replace("munge.sock", f"munge-{name}.sock"))
+            munge = ["munged", "--force", "--foreground", f"--key-file={folder}/munge.key"]
+            munge += [f"--socket={folder}/munge-{name}.sock", f"--pid-file={folder}/munge-{name}.pid"]
+            munge += [f"--log-file={folder}/munge-{name}.log", f"--seed-file={folder}/munge-{name}.seed"]
+            hosts.start(name, munge, f"munged-{name}")
+            wait_for((folder / f"munge-{name}.sock").exists, 20, "munge")
+        run = lambda name, *command: hosts.run(name, list(command), SLURM_CONF=str(folder / f"slurm-{name}.conf"))  # noqa: E731
+        hosts.start("a", ["slurmctld", "-D"], "ctld", SLURM_CONF=str(folder / "slurm-a.conf"))
+        for name in ("a", "b"):
+            conf = str(folder / f"slurm-{name}.conf")
+            hosts.start(name, ["slurmd", "-D", "-N", name], f"slurmd-out-{name}", SLURM_CONF=conf)
+        wait_for(lambda: run("a", "sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == "2", 60, "two idle nodes")
+        profile = folder / "slurm.toml"
+        profile.write_text(
+            f'platform = "slurm"\ncode = "{ROOT}"\nworkdir = "{folder}"\npython = "{sys.executable}"\n'
+            'nodes = 2\ngpus_per_node = 0\ncpus_per_node = 1\ntime = "0:20:00"\n'
+            "[env]\nOMP_NUM_THREADS = \"1\"\nGLOO_SOCKET_IFNAME = \"eth0\"\nHF_HUB_OFFLINE = \"1\"\n"
+            f'SLURM_CONF = "{folder}/slurm-a.conf"\n'
+        )  # fmt: skip
+        yield hosts, run
+
+
+def submit(run, what: str, *words: str) -> str:
+    done = run("a", sys.executable, "-m", "infra", "submit", what, "--on", "slurm", "--profile", "slurm.toml", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def ended(run, job: str) -> bool:
+    return not run("a", "squeue", "-h", "-j", job).stdout.strip()
+
+
+def state(run, job: str) -> str:
+    shown = run("a", "scontrol", "show", "job", job).stdout
+    return next((w.partition("=")[2] for w in shown.split() if w.startswith("JobState=")), "gone")
+
+
+def test_training_is_stopped_requeued_and_goes_on(slurm, folder):
+    hosts, run = slurm
+    store = write_store(hosts, "a", folder)
+    job = submit(
+        run, "train", "MODEL=tiny", "RECIPE=sft-fast", *RECIPE, f"data.store={store}", "train.steps=400", "name=s"
+    )
+    log = folder / "logs" / f"{job}.log"
+    metrics = folder / "runs" / "s"
+    wait_for(lambda: len(records(metrics)) >= 8, 120, f"steps of job {job}: {tail(log)}", 0.5)
+    run("a", "scancel", "--signal=TERM", "--batch", job)
+    wait_for(lambda: "saved; the same command goes on" in log.read_text(), 60, f"the stop of job {job}: {tail(log)}")
+    at = max(records(metrics)) + 1
+    say(f"slurm: job {job} on 2 nodes was told to stop (preemption) and saved at step {at} of 400")
+    wait_for(lambda: "resuming at step" in log.read_text(), 150, f"the requeued job {job}: {tail(log)}", 1)
+    wait_for(lambda: ended(run, job), 150, f"the end of job {job}: {tail(log)}", 1)
+    assert sorted(records(metrics)) == list(range(400)), tail(log)
+    assert (metrics / "drafter" / "model.safetensors").is_file()
+    assert f"resuming at step {at} of 400" in log.read_text() and state(run, job) == "COMPLETED"
+    say(f"slurm: requeued, resumed at step {at}, all 400 steps are there, job {state(run, job)}")
+
+
+def test_an_array_job_trains_every_setting(slurm, folder):
+    _hosts, run = slurm
+    store = next((folder / "store" / "tiny").iterdir())
+    words = ["MODEL=tiny", "RECIPE=sft-fast", *RECIPE, f"data.store={store}", "train.steps=8"]
+    job = submit(run, "train", *words, "--sweep", "loss.weighting=decay,dpace")
+    wait_for(lambda: ended(run, job), 150, "the array", 1)
+    for name in ("tiny-decay", "tiny-dpace"):
+        assert sorted(records(folder / "runs" / name)) == list(range(8)), tail(folder / "logs" / f"{job}_0.log")
+    say(f"slurm: array job {job} trained two settings side by side")
+
+
+def test_features_run_under_symmetric_run(slurm, folder):
+    _hosts, run = slurm
+    job = submit(run, "features", "MODEL=tiny", "CORPUS=kept.toml", "store_root=store-slurm", "data_root=data-slurm")
+    log = folder / "logs" / f"{job}.log"
+    wait_for(lambda: ended(run, job), 200, f"job {job}: {tail(log)}", 1)
+    made = list(folder.glob("store-slurm/tiny/*/manifest.json"))
+    assert len(made) == 1, tail(log, 3000)
+    assert not list((folder / "logs").glob("*.token")), "the token outlives the job"
+    say(f"slurm: features job {job} made its store on two nodes with ray symmetric-run, and removed its token")
+
+
+def tail(path: Path, characters: int = 1500) -> str:
+    return path.read_text(errors="replace")[-characters:] if path.is_file() else "(no log)"

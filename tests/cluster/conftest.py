@@ -1,0 +1,24 @@
+"""`make cluster-test`: files named check_*.py, which the default run does not collect."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "pipeline"), str(HERE.parent / "trainer")]
+
+from hosts import Hosts, missing  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def make_hosts(folder):
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    return lambda names: Hosts(folder, names)
