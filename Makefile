@@ -31,8 +31,8 @@ demo: install ## the whole path on a laptop: corpus, features, training, τ befo
 features: install ## MODEL= CORPUS=: responses by the target, then its hidden states into the store
 	@$(PY) -m pipeline --model "$(MODEL)" --corpus "$(CORPUS)" $(ARGS)
 
-train: install ## STAGE=sft MODEL= [RECIPE= NPROC=]: train a drafter from the store
-	@$(PY) -m trainer --stage "$(STAGE)" --model "$(MODEL)" --nproc "$(NPROC)" $(if $(RECIPE),--recipe "$(RECIPE)") $(ARGS)
+train: install ## STAGE=sft|rl MODEL= [RECIPE= NPROC= INIT=]: train a drafter from the store; rl goes on from INIT=runs/...
+	@$(PY) -m trainer --stage "$(STAGE)" --model "$(MODEL)" --nproc "$(NPROC)" $(if $(RECIPE),--recipe "$(RECIPE)") $(if $(INIT),--init "$(INIT)") $(ARGS)
 
 eval: install ## MODEL= [DRAFTER= SUITES= LIMIT=]: τ, speed-up and the lossless check on the suites
 	@$(PY) -m eval --model "$(MODEL)" $(if $(DRAFTER),--drafter "$(DRAFTER)") $(if $(SUITES),--suites-from "$(SUITES)") $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)

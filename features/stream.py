@@ -215,11 +215,15 @@ class AnchorStream:
                 future.cancel()
             pool.shutdown(wait=True, cancel_futures=True)
 
+    def step_rows(self, step: int) -> np.ndarray:
+        """Rows of `store.documents` that optimiser step `step` reads, over all ranks."""
+        G = self.cfg.global_batch
+        epoch, t = divmod(step, self.steps_per_epoch)
+        return self.rows[permuted(np.arange(t * G, (t + 1) * G), len(self.rows), self.cfg.seed, epoch)]
+
     def _plan_step(self, step: int) -> _StepPlan:
         cfg, m, G, K = self.cfg, self.cfg.documents_per_micro_batch, self.cfg.global_batch, self.cfg.block_size
-        epoch, t = divmod(step, self.steps_per_epoch)
-        at = permuted(np.arange(t * G, (t + 1) * G), len(self.rows), cfg.seed, epoch)
-        rows = self.rows[at]
+        epoch, rows = step // self.steps_per_epoch, self.step_rows(step)
         ids = self.store.documents["document"].take(rows).to_pylist()
         with ThreadPoolExecutor(REMOTE_READS if is_remote(self.store.uri) else 1) as pool:
             masks = list(pool.map(lambda r: self.store.read_array("loss_mask", int(r)).astype(bool), rows))

@@ -95,14 +95,19 @@ def weighted_cross_entropy(
             f"hidden {tuple(hidden_AKD.shape)}, head {tuple(head_VD.shape)}, labels {tuple(labels_AK.shape)} and mask "
             f"{tuple(mask_AK.shape)} do not fit; give [A, K, D], [V, D], [A, K] and [A, K]"
         )
-    if chunk_rows is None:
-        row_bytes = head_VD.shape[0] * hidden_AKD.element_size()
-        chunk_rows = (1 << 30) // row_bytes if hidden_AKD.is_cuda else min(512, (1 << 26) // row_bytes)
     numerator, denominator, logprob, correct = _Op.apply(
-        hidden_AKD, head_VD, labels_AK, mask_AK, weighting, teacher, max(1, chunk_rows // K),
+        hidden_AKD, head_VD, labels_AK, mask_AK, weighting, teacher, chunk_blocks_for(hidden_AKD, head_VD, chunk_rows),
         hidden_AKD.is_cuda if triton is None else triton,
     )  # fmt: skip
     return BlockLoss(numerator, denominator, logprob, correct, leading_run(correct, mask_AK))
+
+
+def chunk_blocks_for(hidden_AKD: Tensor, head_VD: Tensor, chunk_rows: int | None) -> int:
+    """Whole blocks of a chunk of `chunk_rows` rows, at least one; the default is `weighted_cross_entropy`'s."""
+    if chunk_rows is None:
+        row_bytes = head_VD.shape[0] * hidden_AKD.element_size()
+        chunk_rows = (1 << 30) // row_bytes if hidden_AKD.is_cuda else min(512, (1 << 26) // row_bytes)
+    return max(1, chunk_rows // hidden_AKD.shape[1])
 
 
 def leading_run(correct_AK: Tensor, mask_AK: Tensor) -> Tensor:
@@ -200,6 +205,17 @@ class _TeacherRows:
         return torch.exp(self.logits_RT - lse_R[:, None]) - self.share * self.p_RT
 
 
+def label_hits(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Label's logit [R, 1], largest logit [R, 1], and whether the argmax is the label [R] (lowest id among equals)."""
+    label_logit = logits_RV.gather(1, labels_R[:, None])
+    top = logits_RV.amax(1, keepdim=True)
+    hit = (label_logit == top).flatten()
+    if bool(hit.any()):
+        at = hit.nonzero().flatten()
+        hit[at] = (logits_RV[at] == top[at]).to(torch.uint8).argmax(1) == labels_R[at]
+    return label_logit, top, hit
+
+
 def _torch_step(logits_RV: Tensor, labels_R: Tensor, soft: _TeacherRows | None):
     """Row statistics of a chunk, consuming its logits; and the function that turns weights into grad_hidden.
 
@@ -207,12 +223,7 @@ def _torch_step(logits_RV: Tensor, labels_R: Tensor, soft: _TeacherRows | None):
     as grad_hidden = w * ((softmax - target) @ head), and the target as -1 at one column per row.
     """
     wide = torch.promote_types(logits_RV.dtype, torch.float32)
-    label_logit = logits_RV.gather(1, labels_R[:, None])
-    top = logits_RV.amax(1, keepdim=True)
-    hit = (label_logit == top).flatten()
-    if bool(hit.any()):  # equal logits: argmax is the lowest id
-        at = hit.nonzero().flatten()
-        hit[at] = (logits_RV[at] == top[at]).to(torch.uint8).argmax(1) == labels_R[at]
+    label_logit, top, hit = label_hits(logits_RV, labels_R)
     if soft is not None:
         logits_RV.scatter_(1, soft.ids_RT, float("-inf"))
         top = logits_RV.amax(1, keepdim=True)

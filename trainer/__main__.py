@@ -14,12 +14,10 @@ from infra.cli import main
 from infra.config import find_named, load_config, save_toml
 from infra.errors import ConfigError
 from trainer.config import RECIPES, SftConfig
+from trainer.rl_config import RlConfig
 
-STAGES = {"sft": "trainer.sft"}
-LATER = {
-    "rl": "acceptance-length fine-tuning from the store",
-    "rl-onpolicy": "fine-tuning on rollouts with the real target",
-}
+STAGES: dict[str, tuple[str, type[SftConfig]]] = {"sft": ("trainer.sft", SftConfig), "rl": ("trainer.rl", RlConfig)}
+LATER = {"rl-onpolicy": "fine-tuning on rollouts with the real target"}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -27,6 +25,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--stage", default="sft", help="sft | rl | rl-onpolicy")
     p.add_argument("--model", default="", help="target: a name in features/targets or a TOML file")
     p.add_argument("--recipe", default="", help="a name in trainer/recipes or a TOML file (default: the stage's)")
+    p.add_argument("--init", default="", help="run or checkpoint to fine-tune (drafter.start_from)")
     p.add_argument("--nproc", default="auto", help="ranks on this machine: a number, or auto (one per GPU; 1 on a CPU)")
     p.add_argument("--nodes", type=int, default=1, help="machines; each runs this same command (--launcher torchrun)")
     p.add_argument("--rendezvous", default="", metavar="HOST:PORT", help="on the first of several nodes")
@@ -51,7 +50,12 @@ def launch(argv: list[str]) -> int:
     overrides = list(args.overrides)
     if args.model:
         overrides.insert(0, f'model="{args.model}"')
-    cfg = load_config(SftConfig, find_named(RECIPES, args.recipe or args.stage, "recipe"), overrides)
+    if args.init:
+        from eval.session import checkpoint_folder
+
+        overrides.append(f'drafter.start_from="{checkpoint_folder(args.init)}"')
+    module, config = STAGES[args.stage]
+    cfg = load_config(config, find_named(RECIPES, args.recipe or args.stage, "recipe"), overrides)
     from features.target_config import load_target_config
 
     load_target_config(cfg.model)  # an unknown model ends here, in one sentence and not once per rank
@@ -61,12 +65,12 @@ def launch(argv: list[str]) -> int:
     if args.launcher == "ray":
         from trainer.ray_launch import launch_ray
 
-        return launch_ray(STAGES[args.stage], cfg, args.nodes * nproc, cpu=args.cpu, allow_changed=args.allow_changed)
+        return launch_ray(module, cfg, args.nodes * nproc, cpu=args.cpu, allow_changed=args.allow_changed)
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="flashdraft-", delete=False) as f:
         path = f.name
     save_toml(cfg, path)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    worker = ["-m", STAGES[args.stage], path, *(["--allow-changed"] if args.allow_changed else [])]
+    worker = ["-m", module, path, *(["--allow-changed"] if args.allow_changed else [])]
     where = ["--standalone"]
     if args.rendezvous:
         where = [f"--nnodes={args.nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={args.rendezvous}"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infra.errors import ConfigError
-from trainer.config import SftConfig
+from trainer.config import OptimConfig, SftConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,12 @@ class World:
         out = values.detach().to(device=self.device, dtype=torch.float64)
         torch.distributed.all_reduce(out)
         return out.cpu()
+
+    def gather(self, part: Any) -> list[Any]:
+        """Every rank's picklable `part`, in the order of the ranks; every rank must call it."""
+        parts: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(parts, part)
+        return parts
 
     def any(self, flag: bool) -> bool:
         """True on every rank when it is on one; every rank must call it."""
@@ -115,14 +121,33 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [g for g in groups if g["params"]]
 
 
+def build_optimizer(model: nn.Module, cfg: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW for everything, or DeepSpeed's Muon for the matrices and AdamW for the vectors.
+
+    torch's own Muon cannot stand behind ZeRO, which hands flat pieces of matrices to the optimiser; DeepSpeed's gathers
+    each matrix before it orthogonalises.
+    """
+    groups = parameter_groups(model, cfg.weight_decay)
+    if cfg.matrices == "adamw":
+        return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type == "cuda")
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    muon = []
+    for group in groups:
+        for p in group["params"]:
+            p.use_muon = p.ndim >= 2
+        if group["params"][0].ndim >= 2:
+            muon.append(group | {"use_muon": True, "lr": cfg.muon_lr, "momentum": cfg.muon_momentum})
+        else:
+            muon.append(group | {"use_muon": False, "lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps})
+    return MuonWithAuxAdam(muon)
+
+
 def build_engine(model: nn.Module, cfg: SftConfig, world: World, *, load_universal: bool = False) -> Any:
     """A DeepSpeed engine around `model` (the drafter alone: embedding and head are outside and never saved)."""
     import deepspeed
 
-    groups = parameter_groups(model, cfg.optim.weight_decay)
-    optimizer = torch.optim.AdamW(
-        groups, lr=cfg.optim.lr, betas=cfg.optim.betas, eps=cfg.optim.eps, fused=world.device.type == "cuda"
-    )
+    optimizer = build_optimizer(model, cfg.optim, world.device)
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         config = deepspeed_config(cfg, world.size, load_universal=load_universal)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -131,9 +156,12 @@ def build_engine(model: nn.Module, cfg: SftConfig, world: World, *, load_univers
     return engine
 
 
-def set_lr(engine: Any, lr: float) -> None:
+def set_lr(engine: Any, cfg: OptimConfig, step: int, total: int) -> float:
+    """The learning rates of 0-based `step` of `total`; returns AdamW's."""
+    lr = cfg.lr_at(step, total)
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * cfg.muon_lr / cfg.lr if group.get("use_muon") else lr
+    return lr
 
 
 def gradient_norm(engine: Any) -> float:

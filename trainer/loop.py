@@ -39,6 +39,7 @@ from trainer.engine import (
     save_module,
     set_lr,
 )
+from trainer.hardware import gpu_metrics
 from trainer.heldout import heldout_rows, replay_heldout
 from trainer.meter import Meter
 from trainer.run_folder import RunFolder
@@ -61,16 +62,14 @@ class StepObjective(Protocol):
         """What the log shows besides loss and accuracy; may be empty."""
 
 
-class Visits(Protocol):
-    """Block starts that decoding visits, found again with the current drafter at fixed steps (`trainer.visits`)."""
-
-    positions: Visited
+class Refreshed(Protocol):
+    """What a stage makes anew from the current drafter at fixed steps (`trainer.visits`)."""
 
     def restore(self, step: int) -> None:
-        """As they were in the run that saved its checkpoint at `step`."""
+        """As it was in the run that saved its checkpoint at `step`."""
 
-    def refresh(self, engine, step: int) -> bool:
-        """Before `step`; True where they changed."""
+    def refresh(self, engine, step: int, stream: AnchorStream) -> bool:
+        """Before `step`; True where the stream's block starts have changed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +77,11 @@ class Stage:
     """What distinguishes the steps of one stage from another's."""
 
     objective: StepObjective
-    visits: Visits | None = None
+    refreshed: tuple[Refreshed, ...] = ()
+    visited: Visited | None = None
+    """block starts to prefer"""
     visited_share: float = 0.0
-    """share of a document's anchors taken from `visits`"""
+    """share of a document's anchors taken from them"""
     patience: int = 0
     """replays without a better τ after which the stage ends; 0: never"""
 
@@ -121,7 +122,7 @@ def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, all
     universal = checkpoint.needs_universal(found, cfg.engine.zero_stage, world.size)
     engine = build_engine(drafter, cfg, world, load_universal=universal)
     stage = stage_of(Parts(run, store, head, drafter, world))
-    objective, visits = stage.objective, stage.visits
+    objective = stage.objective
 
     # --- resume
     step, best_tau, best_step, over = 0, -math.inf, 0, False
@@ -129,11 +130,11 @@ def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, all
         meta = checkpoint.load(engine, found, world)
         step, best_tau = meta["step"], meta["best_tau"]
         best_step, over = meta.get("best_step", 0), meta.get("over", False)
-        if visits:
-            visits.restore(step)
+        for part in stage.refreshed:
+            part.restore(step)
     stream = AnchorStream(
         store, stream_config(cfg, drafter.config.block_size, stage.visited_share), world.rank, world.size,
-        samples_seen=step * cfg.data.global_batch, visited=visits.positions if visits else None,
+        samples_seen=step * cfg.data.global_batch, visited=stage.visited,
     )  # fmt: skip
     total = cfg.train.steps or max(round(cfg.train.epochs * stream.steps_per_epoch), 1)
     if world.is_main:
@@ -150,21 +151,23 @@ def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, all
         tags={"target": target_cfg.name, "store": store.spec.fingerprint12},
     )  # fmt: skip
     with tracked as tracker, Progress(total, cfg.stage, "steps", start=step, enabled=world.is_main) as progress:
+        tracker.watch_machine()
         tracker.dataset(
             target_cfg.name, store.spec.fingerprint, str(store.uri), {"documents": store.documents.num_rows}
         )
         if heldout and cfg.drafter.start_from and step == 0:  # what the stage must beat
-            tau = best_tau = replay_heldout(engine, store, heldout, head, world)
-            tracker.metrics({"heldout/replay_tau_pooled": tau}, 0)
+            before = replay_heldout(engine, store, heldout, head, world)
+            tau = best_tau = before.tau
+            tracker.metrics({f"heldout/{k}": v for k, v in before.metrics.items()}, 0)
             save_module(engine, world, lambda module: save_drafter(module, run.path / "drafter"))
         batches, loop_began = iter(stream), time.monotonic()
         while step < total:
-            if visits and visits.refresh(engine, step):
+            refreshing = time.monotonic()
+            if any([part.refresh(engine, step, stream) for part in stage.refreshed]):
                 batches.close()  # what was read ahead has the block starts of before
                 batches = iter(stream)
             objective.begin(step, total)
-            lr = cfg.optim.lr_at(step, total)
-            set_lr(engine, lr)
+            lr = set_lr(engine, cfg.optim, step, total)
             began, numerator, tokens, documents = time.monotonic(), 0.0, 0, []
             for _ in range(accumulation):
                 batch = next(batches).to(world.device)
@@ -177,8 +180,10 @@ def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, all
                 numerator += float(terms.numerator.detach()) / denominator
                 tokens += int((batch.document_S >= 0).sum())
                 documents += batch.documents
-            loss, tokens, stopping = world.sum(torch.tensor([numerator, tokens, float(stop.requested)])).tolist()
+            mine = [numerator, tokens, _checksum(documents), float(stop.requested)]
+            loss, tokens, checksum, stopping = world.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
             seconds = time.monotonic() - began
+            meter.add_step(tokens, cfg.data.global_batch, seconds)
             if not engine.was_step_applied():
                 skipped_in_row += 1
                 _record_skipped(run.path, world.rank, step, documents)
@@ -192,7 +197,9 @@ def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, all
                 skipped_in_row = 0
             step += 1
             record = {"step": step - 1, "loss": loss, "lr": lr, "grad_norm": gradient_norm(engine)}
-            record["tokens_per_s"] = tokens / seconds
+            record |= {"tokens_per_s": tokens / seconds, "step_s": seconds, "documents": int(checksum)}
+            if stage.refreshed:
+                record["refresh_s"] = began - refreshing
 
             # --- log, evaluate, save
             if step % cfg.train.log_every == 0 or step == total:
@@ -200,25 +207,35 @@ def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, all
                     meter.reduce(world)
                     | objective.metrics()
                     | {"data_wait_share": stream.data_wait_s / (time.monotonic() - loop_began)}
+                    | gpu_metrics(drafter.config, world, **meter.work)
                 )
                 record |= summary
-                tracker.metrics({f"train/{k}": v for k, v in record.items() if k != "step"}, step)
+                tracker.metrics({f"train/{k}": v for k, v in record.items() if k not in ("step", "documents")}, step)
             if heldout and (step % cfg.train.eval_every == 0 or step == total):
-                tau = replay_heldout(engine, store, heldout, head, world)
-                record["heldout_tau"] = tau
-                tracker.metrics({"heldout/replay_tau_pooled": tau}, step)
+                evaluating = time.monotonic()
+                replayed = replay_heldout(engine, store, heldout, head, world)
+                tau = replayed.tau
+                record |= {"heldout_tau": tau, "heldout": replayed.metrics, "eval_s": time.monotonic() - evaluating}
+                tracker.metrics({f"heldout/{k}": v for k, v in replayed.metrics.items()}, step)
             if world.is_main:
                 run.append(record)
             shown = {"loss": loss, "accuracy": meter.short(), "τ": tau if tau > -math.inf else ""}
             progress.update(**{k: v for k, v in shown.items() if v != ""}, tokens_per_s=record["tokens_per_s"])
-            if heldout and "heldout_tau" in record and tau > best_tau:
+            better = "heldout_tau" in record and tau > best_tau
+            if better:
                 best_tau, best_step = tau, step
                 save_module(engine, world, lambda module: save_drafter(module, run.path / "drafter"))
             over = 0 < stage.patience * cfg.train.eval_every <= step - best_step
-            if step % cfg.train.save_every == 0 or step == total or stopping or over:
+            saved = step % cfg.train.save_every == 0 or step == total or stopping or over
+            if saved:
                 state = {"step": step, "samples_seen": step * cfg.data.global_batch, "best_tau": best_tau}
                 state |= {"best_step": best_step, "over": over}
-                checkpoint.save(engine, run.path, state, world, cfg.train.keep)
+                saving = time.monotonic()
+                kept = checkpoint.save(engine, run.path, state, world, cfg.train.keep)
+                tracker.metrics({"train/checkpoint_s": time.monotonic() - saving}, step)
+            if "heldout_tau" in record:
+                folder = run.path / "drafter" if better else kept if saved else "not kept"
+                tracker.model(f"{cfg.run_name}-step-{step}", {"heldout_replay_tau": tau}, step, weights=folder)
             if stopping:
                 if world.is_main:
                     print(f"stopped at step {step} of {total}, saved; the same command goes on", file=sys.stderr)
@@ -259,6 +276,11 @@ def _say_beginning(
         f"store {store.uri}",
         flush=True,
     )
+
+
+def _checksum(documents: list[str]) -> int:
+    """Of a set of documents, whatever their order and ranks: the sum of their ids' first 40 bits (exact in float64)."""
+    return sum(int(d[:10], 16) for d in documents)
 
 
 def _record_skipped(run: Path, rank: int, step: int, documents: list[str]) -> None:
