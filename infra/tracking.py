@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -41,6 +42,7 @@ class Tracker:
         self.client, self.run_id, self.parent_id, self.flush_s = client, run_id, parent_id, flush_s
         self._queue: queue.Queue[Any] = queue.Queue()
         self._warned = False
+        self._machine: Any = None
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -89,7 +91,36 @@ class Tracker:
         inputs = [DatasetInput(entry, [InputTag("mlflow.data.context", context)])]
         self._later(self.client.log_inputs, self.run_id, inputs)
 
+    def model(self, name: str, metrics: Mapping[str, float], step: int, **tags: Any) -> None:
+        """A checkpoint as a logged model: the UI's Models tab and `search_logged_models` rank by its metrics.
+
+        Its weights stay where they are; `tags` say where.
+        """
+        self._later(self._model, re.sub(r"[^\w-]", "_", name), dict(metrics), step, tags)
+
+    def _model(self, name: str, metrics: dict[str, float], step: int, tags: dict[str, Any]) -> None:
+        from mlflow.entities import Metric
+
+        experiment = self.client.get_run(self.run_id).info.experiment_id
+        texts = {k: str(v) for k, v in tags.items()}
+        found = self.client.create_logged_model(experiment, name, self.run_id, texts, {"step": str(step)}, "drafter")
+        now = int(time.time() * 1000)
+        entries = [Metric(k, float(v), now, step, model_id=found.model_id) for k, v in metrics.items()]
+        self.client.log_batch(self.run_id, entries)
+        self.client.finalize_logged_model(found.model_id, "READY")
+
+    def watch_machine(self) -> None:
+        """CPU, memory, disk, network and GPUs every ten seconds, as `system/...` of this run."""
+        from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
+
+        with self._guard():
+            self._machine = SystemMetricsMonitor(self.run_id, resume_logging=True, tracking_uri=tracking_uri())
+            self._machine.start()
+
     def close(self, status: str = "FINISHED") -> None:
+        if self._machine is not None:
+            with self._guard():
+                self._machine.finish()
         self._queue.put(None)
         self._thread.join(timeout=120)
         with self._guard():
@@ -134,6 +165,9 @@ class Tracker:
                 self._warned = True
 
 
+_PUBLIC = frozenset(name for name in vars(Tracker) if not name.startswith("_"))
+
+
 class NoTracker(Tracker):
     """Takes everything and does nothing: ranks other than 0, and runs with tracking off."""
 
@@ -141,7 +175,7 @@ class NoTracker(Tracker):
         self.run_id, self.parent_id, self.client = "", None, None
 
     def __getattribute__(self, name: str) -> Any:
-        if name in {"metrics", "params", "tags", "artifact", "text", "table", "figure", "dataset", "close"}:
+        if name in _PUBLIC:
             return lambda *args, **kwargs: None
         return super().__getattribute__(name)
 

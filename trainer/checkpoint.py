@@ -7,10 +7,11 @@ DeepSpeed shards the optimiser over the ranks of the run that saved. Another num
 reads the same checkpoint through DeepSpeed's universal format, which is made from it once, beside it, by rank 0.
 """
 
+import argparse
 import json
+import os
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,24 @@ def load(engine: Any, checkpoint: Path, world: World) -> dict[str, Any]:
     """Put the checkpoint's state into `engine`, whatever number of ranks saved it; returns its meta.
 
     Raises:
-        CheckpointError: DeepSpeed finds nothing to load, or cannot convert.
+        CheckpointError: DeepSpeed finds nothing to load, or cannot convert (Muon's momentum never).
     """
     meta = read_meta(checkpoint)
     if needs_universal(checkpoint, engine.zero_optimization_stage(), world.size):
+        if any(group.get("use_muon") for group in engine.optimizer.param_groups):
+            raise CheckpointError(
+                f"checkpoint {checkpoint} has Muon's momentum, which DeepSpeed cannot convert; resume it on "
+                f"{meta['world_size']} ranks with engine.zero_stage={meta['zero_stage']}"
+            )
         universal = checkpoint / "universal"
+        failure = None
         if world.is_main and not (universal / "done").is_file():
-            _convert(checkpoint, universal)
-        world.barrier()
+            try:
+                _convert(checkpoint, universal)
+            except CheckpointError as e:
+                failure = e
+        if world.any(failure is not None):  # on every rank: nobody waits for one that gave up
+            raise failure or CheckpointError(f"checkpoint {checkpoint} could not be converted; rank 0 says why")
         loaded, _ = engine.load_checkpoint(str(checkpoint), tag="universal", load_module_strict=False)
     else:
         loaded, _ = engine.load_checkpoint(str(checkpoint), tag="state", load_module_strict=False)
@@ -108,13 +119,22 @@ def needs_universal(checkpoint: Path | None, zero_stage: int, world_size: int) -
 
 
 def _convert(checkpoint: Path, universal: Path) -> None:
+    """In this process: DeepSpeed's command line would import torch again for each of its workers."""
+    from deepspeed.checkpoint import ds_to_universal
+
     shutil.rmtree(universal, ignore_errors=True)
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    command += ["--input_folder", str(checkpoint / "state"), "--output_folder", str(universal)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
-        raise CheckpointError(f"checkpoint {checkpoint} could not be converted for another number of ranks ({last})")
+    arguments = argparse.Namespace(
+        input_folder=str(checkpoint / "state"), output_folder=str(universal), num_extract_workers=1,
+        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+    )  # fmt: skip
+    try:
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            ds_to_universal.main(arguments)
+    except Exception as e:  # it raises whatever it meets
+        raise CheckpointError(
+            f"checkpoint {checkpoint} could not be converted for another number of ranks or ZeRO stage ({e}); resume "
+            "with those that saved it (meta.json there)"
+        ) from e
     (universal / "done").write_text("")
 
 

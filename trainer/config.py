@@ -67,8 +67,13 @@ class LossConfig(Config):
 
 
 class OptimConfig(Config):
-    """AdamW with linear warm-up and cosine decay to `min_lr_ratio`."""
+    """AdamW, or Muon for the matrices, with linear warm-up and cosine decay to `min_lr_ratio`."""
 
+    matrices: Literal["adamw", "muon"] = "adamw"
+    """`muon`: orthogonalised momentum for matrices, AdamW for norms; not under ZeRO-3, and resumed on as many ranks"""
+    muon_lr: float = Field(default=0.02, gt=0)
+    """peak learning rate of Muon's matrices, whose updates have spectral norm about 1; scheduled like `lr`"""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     lr: float = Field(default=6e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
@@ -78,7 +83,7 @@ class OptimConfig(Config):
     """of all steps"""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     clip: float = Field(default=1.0, gt=0)
-    """largest global gradient norm"""
+    """largest global gradient norm; has no effect with Muon, which normalises by itself"""
 
     def lr_at(self, step: int, total: int) -> float:
         """Learning rate of 0-based `step` of `total`."""
@@ -111,6 +116,8 @@ class TrainConfig(Config):
     """steps between two replays of held-out documents"""
     eval_documents: int = Field(default=64, ge=0)
     """held-out documents per replay; 0: none"""
+    patience: int = Field(default=0, ge=0)
+    """replays in a row without a better τ after which training ends; 0: never"""
     save_every: int = Field(default=1000, ge=1)
     """steps between two checkpoints"""
     keep: int = Field(default=2, ge=1)
@@ -143,6 +150,14 @@ class SftConfig(Config):
             )
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _muon(self) -> "SftConfig":
+        if self.optim.matrices == "muon" and self.engine.zero_stage == 3:
+            raise ValueError(
+                "optim.matrices = 'muon' needs whole matrices, which engine.zero_stage = 3 cuts; use stage 1 or 2"
+            )
+        return self
+
     @property
     def run_name(self) -> str:
         return self.name or f"{Path(self.model).stem}-{self.stage}"
@@ -158,6 +173,7 @@ HARMLESS = (
     "train.log_every",
     "train.eval_every",
     "train.eval_documents",
+    "train.patience",
     "train.save_every",
     "train.keep",
     "train.max_skipped",

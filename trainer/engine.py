@@ -99,7 +99,8 @@ def deepspeed_config(cfg: SftConfig, world_size: int, *, load_universal: bool = 
     return {
         "train_micro_batch_size_per_gpu": cfg.data.documents_per_micro_batch,
         "gradient_accumulation_steps": accumulation_steps(cfg, world_size),
-        "gradient_clipping": cfg.optim.clip,
+        # DeepSpeed clips after Muon, whose updates have a norm of hundreds whatever the gradient's was
+        "gradient_clipping": 0.0 if cfg.optim.matrices == "muon" else cfg.optim.clip,
         "bf16": {"enabled": cfg.engine.dtype == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": cfg.engine.zero_stage},
@@ -130,6 +131,8 @@ def build_optimizer(model: nn.Module, cfg: OptimConfig, device: torch.device) ->
     groups = parameter_groups(model, cfg.weight_decay)
     if cfg.matrices == "adamw":
         return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type == "cuda")
+    if device.type == "cpu":
+        torch._dynamo.config.disable = True  # DeepSpeed compiles Muon's few lines for half a minute with a C++ compiler
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     muon = []

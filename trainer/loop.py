@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -82,6 +82,8 @@ class Stage:
     """block starts to prefer"""
     visited_share: float = 0.0
     """share of a document's anchors taken from them"""
+    stream: Callable[[int], Any] | None = None
+    """batches from a step on, in place of the store's; what it iterates over and counts is `AnchorStream`'s"""
     patience: int = 0
     """replays without a better τ after which the stage ends; 0: never"""
 
@@ -132,7 +134,7 @@ def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, all
         best_step, over = meta.get("best_step", 0), meta.get("over", False)
         for part in stage.refreshed:
             part.restore(step)
-    stream = AnchorStream(
+    stream = stage.stream(step) if stage.stream else AnchorStream(
         store, stream_config(cfg, drafter.config.block_size, stage.visited_share), world.rank, world.size,
         samples_seen=step * cfg.data.global_batch, visited=stage.visited,
     )  # fmt: skip

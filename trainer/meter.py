@@ -22,9 +22,17 @@ class Meter:
         self.block_size = block_size
         self.last: dict[str, float] = {}
         """of the latest `reduce`"""
+        self.work: dict[str, float] = {}
+        """tokens, documents, seconds and supervised blocks that the latest `reduce` spoke of"""
         self._reset()
 
+    def add_step(self, tokens: float, documents: float, seconds: float) -> None:
+        """Of one optimiser step, all ranks together."""
+        for key, value in (("tokens", tokens), ("documents", documents), ("seconds", seconds)):
+            self._work[key] += value
+
     def _reset(self) -> None:
+        self._work = dict.fromkeys(("tokens", "documents", "seconds"), 0.0)
         # rows: supervised slots, correct ones, Σ −log q; then blocks and Σ run in a row of their own
         self.sums = torch.zeros(4, self.block_size, dtype=torch.float64)
 
@@ -40,6 +48,7 @@ class Meter:
     def reduce(self, world: World) -> dict[str, float]:
         """`accuracy`, `accuracy_k`, `cross_entropy`, `tau_hat`; every rank calls it. Empty without supervision."""
         slots, correct, nll, runs = world.sum(self.sums)
+        self.work = {**self._work, "blocks": float(runs[0])}
         self._reset()
         out: dict[str, float] = {}
         if slots.sum() > 0:

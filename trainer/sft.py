@@ -12,7 +12,12 @@ from trainer.objective import Objective
 
 def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
     """Train and return the folder of the best drafter; raises what `trainer.loop.fit` raises."""
-    return fit(cfg, world, lambda p: Stage(Objective(cfg.loss, p.drafter.config)), allow_changed=allow_changed)
+    return fit(
+        cfg,
+        world,
+        lambda p: Stage(Objective(cfg.loss, p.drafter.config), patience=cfg.train.patience),
+        allow_changed=allow_changed,
+    )
 
 
 if __name__ == "__main__":

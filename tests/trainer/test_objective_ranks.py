@@ -120,38 +120,6 @@ def poisoned_step(world, store_uri: str, cfg):
     return first, same, step(batch)
 
 
-CASES = {
-    "1+3 blocks, decay": ("decay", [[0], [1, 2, 3]]),
-    "1+3 blocks, D-PACE": ("dpace", [[0], [1, 2, 3]]),
-    "a rank without supervision": ("decay", [[], [0, 1, 2, 3]]),
-}
-
-
-def everything(world, store_uri: str):
-    """All cases in one world: starting DeepSpeed takes longer than the cases."""
-    gradients = {name: rank_gradient(world, store_uri, config(w), split) for name, (w, split) in CASES.items()}
-    return gradients, poisoned_step(world, store_uri, config())
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tiny_store):
-    return spawn(2, everything, tiny_store)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_have_the_gradient_of_one(two_ranks, tiny_store, case):
-    loss, expected = plain_gradient(tiny_store, config(CASES[case][0]), [0, 1, 2, 3])
-    for gradients, _ in two_ranks:
-        got_loss, got = gradients[case]
-        assert got_loss == pytest.approx(loss, rel=1e-6)
-        for name, g in expected.items():
-            np.testing.assert_allclose(got[name], g, rtol=1e-4, atol=1e-7, err_msg=name)
-
-
-def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(two_ranks):
-    assert [skipping for _, skipping in two_ranks] == [(False, True, True)] * 2
-
-
 def full_disk(world, store_uri: str, folder: str):
     """Rank 0 finds the disk full: (every rank's message, names left in the checkpoint folder)."""
     import shutil
@@ -165,6 +133,7 @@ def full_disk(world, store_uri: str, folder: str):
     engine = build_engine(drafter, config(), world)
     run = Path(folder)
     checkpoint.save(engine, run, {"step": 1}, world, keep=2)
+    asked = shutil.disk_usage
     if world.is_main:
         shutil.disk_usage = lambda path: namedtuple("usage", "total used free")(10, 10, 0)
     try:
@@ -172,10 +141,43 @@ def full_disk(world, store_uri: str, folder: str):
     except ResourceError as e:
         found = checkpoint.latest(run)
         return str(e), found.name, checkpoint.read_meta(found)["step"]
+    finally:
+        shutil.disk_usage = asked
 
 
-@pytest.mark.slow
-def test_a_full_disk_ends_every_rank_and_keeps_the_checkpoint_before(tiny_store, tmp_path):
-    for message, name, step in spawn(2, full_disk, tiny_store, str(tmp_path)):
+CASES = {
+    "1+3 blocks, decay": ("decay", [[0], [1, 2, 3]]),
+    "1+3 blocks, D-PACE": ("dpace", [[0], [1, 2, 3]]),
+    "a rank without supervision": ("decay", [[], [0, 1, 2, 3]]),
+}
+
+
+def everything(world, store_uri: str, folder: str):
+    """All cases in one world: starting DeepSpeed takes longer than the cases."""
+    gradients = {name: rank_gradient(world, store_uri, config(w), split) for name, (w, split) in CASES.items()}
+    return gradients, poisoned_step(world, store_uri, config()), full_disk(world, store_uri, folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_store, tmp_path_factory):
+    return spawn(2, everything, tiny_store, str(tmp_path_factory.mktemp("full")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_have_the_gradient_of_one(two_ranks, tiny_store, case):
+    loss, expected = plain_gradient(tiny_store, config(CASES[case][0]), [0, 1, 2, 3])
+    for gradients, *_ in two_ranks:
+        got_loss, got = gradients[case]
+        assert got_loss == pytest.approx(loss, rel=1e-6)
+        for name, g in expected.items():
+            np.testing.assert_allclose(got[name], g, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(two_ranks):
+    assert [skipping for _, skipping, _ in two_ranks] == [(False, True, True)] * 2
+
+
+def test_a_full_disk_ends_every_rank_and_keeps_the_checkpoint_before(two_ranks):
+    for _, _, (message, name, step) in two_ranks:
         assert "no room for a checkpoint" in message and "run the same command again" in message
         assert (name, step) == ("step-00000001", 1)

@@ -1,4 +1,7 @@
-"""N steps + resume + N steps = 2N steps: bit for bit on as many ranks, to rounding on another number of them."""
+"""N steps + resume + N steps = 2N steps: bit for bit on as many ranks, to rounding on another number of them.
+
+`make elastic-check` has the whole matrix of ZeRO stages and ranks, and a run that is killed five times.
+"""
 
 import json
 import os
@@ -12,116 +15,155 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+sys.path.insert(0, str(Path(__file__).parent))
+from elastic import OVERRIDES, assert_close, records, train_all
+from ranks import spawn
+
 ROOT = Path(__file__).parent.parent.parent
-RECIPE = [
-    "data.anchors_per_document=6",
-    "data.global_batch=4",
-    "data.documents_per_micro_batch=2",
-    "drafter.num_hidden_layers=1",
-    "drafter.init=random",
-    "train.steps=8",
-    "train.save_every=4",
-    "train.eval_every=8",
-    "train.eval_documents=4",
-    "train.log_every=4",
-]
+STEPS = "train.steps=8"
 pytestmark = [pytest.mark.slow, pytest.mark.spawn]
 
 
-def command(store: str, *overrides: str, nproc: int = 1) -> list[str]:
-    head = [sys.executable, "-m", "trainer", "--model", "tiny", "--recipe", "sft-fast", "--nproc", str(nproc)]
-    return [*head, *RECIPE, f"data.store={store}", *overrides]
-
-
-def environment(cwd: Path) -> dict[str, str]:
-    return os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "MLFLOW_TRACKING_URI": f"sqlite:///{cwd}/mlflow.db",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-def train(cwd: Path, store: str, *overrides: str, nproc: int = 1) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(store, *overrides, nproc=nproc),
-        cwd=cwd,
-        env=environment(cwd),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-
-
-def records(run: Path) -> list[dict]:
-    lines = [json.loads(x) for x in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: r[k] for k in ("step", "loss", "lr", "grad_norm")} for r in lines]
-
-
-def from_step_4(undisturbed: Path, cwd: Path) -> Path:
-    """The undisturbed run as it was after step 4."""
-    run = cwd / "runs" / "tiny-sft"
-    shutil.copytree(undisturbed, run)
-    (run / "checkpoints" / "latest").write_text("step-00000004\n")
-    shutil.rmtree(run / "checkpoints" / "step-00000008")
-    shutil.rmtree(run / "drafter")
-    return run
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("elastic") / "runs"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny_store, tmp_path_factory) -> Path:
-    cwd = tmp_path_factory.mktemp("undisturbed")
-    done = train(cwd, tiny_store)
-    assert done.returncode == 0, done.stderr
-    return cwd / "runs" / "tiny-sft"
+def alone(runs, tiny_store) -> dict[str, str | None]:
+    """What one rank says to an undisturbed run (ZeRO-1), to jobs that go on from it, and to some that it refuses."""
+    whole = str(runs / "whole")
+    jobs = {
+        "whole": ([STEPS], None),
+        "again": ([STEPS], (whole, 4)),
+        "finished": ([STEPS], None),
+        "changed": ([STEPS, "optim.lr=5e-4"], (whole, 4)),
+        "allowed": ([STEPS, "optim.lr=5e-4", "--allow-changed"], (whole, 6)),
+        "muon": ([STEPS, "optim.matrices=muon"], None),
+        "muon-again": ([STEPS, "optim.matrices=muon"], (str(runs / "muon"), 4)),
+        "patient": (["train.steps=40", "train.eval_every=2", "train.patience=2", "optim.lr=1e-9"], None),
+    }
+    folder = {"finished": "again"}
+    tasks = [(str(runs / folder.get(name, name)), what, origin) for name, (what, origin) in jobs.items()]
+    (said,) = spawn(1, train_all, tiny_store, tasks)
+    return dict(zip(jobs, said, strict=True))
 
 
-def test_one_rank_resumes_bit_for_bit(undisturbed, tiny_store, tmp_path):
-    run = from_step_4(undisturbed, tmp_path)
-    done = train(tmp_path, tiny_store)
-    assert done.returncode == 0, done.stderr
-    assert "resuming at step 4 of 8" in done.stdout
-    assert records(run) == records(undisturbed)
-    ours, theirs = (load_file(r / "drafter" / "model.safetensors") for r in (run, undisturbed))
+@pytest.fixture(scope="module")
+def whole(alone, runs) -> Path:
+    assert alone["whole"] is None
+    return runs / "whole"
+
+
+def test_one_rank_resumes_bit_for_bit(alone, whole, runs):
+    assert alone["again"] is None and alone["finished"] is None  # a finished run computes nothing
+    assert records(runs / "again") == records(whole)
+    ours, theirs = (load_file(r / "drafter" / "model.safetensors") for r in (runs / "again", whole))
     assert ours.keys() == theirs.keys() and all(ours[k].equal(theirs[k]) for k in ours)
-    again = train(tmp_path, tiny_store)  # a finished run computes nothing and says where the drafter is
-    assert again.returncode == 0 and records(run) == records(undisturbed)
 
 
-def test_two_ranks_resume_one_and_back(undisturbed, tiny_store, tmp_path):
-    run = from_step_4(undisturbed, tmp_path)
-    done = train(tmp_path, tiny_store, "train.save_every=2", nproc=2)
-    assert done.returncode == 0, done.stderr
-    assert close(records(run), records(undisturbed))
-    (run / "checkpoints" / "latest").write_text("step-00000006\n")
-    shutil.rmtree(run / "drafter")
-    done = train(tmp_path, tiny_store, "train.save_every=2", nproc=1)
-    assert done.returncode == 0, done.stderr
-    assert "resuming at step 6 of 8" in done.stdout
-    assert close(records(run), records(undisturbed))
+def test_other_settings_are_refused_unless_allowed(alone):
+    assert "ConfigError: run 'runs/changed' exists with other settings" in alone["changed"]
+    assert "optim.lr was 0.001 and is now 0.0005" in alone["changed"] and "--allow-changed" in alone["changed"]
+    assert alone["allowed"] is None
 
 
-def close(ours: list[dict], theirs: list[dict]) -> bool:
-    assert [r["step"] for r in ours] == [r["step"] for r in theirs]
-    return all(
-        r["loss"] == pytest.approx(s["loss"], rel=1e-5) and r["grad_norm"] == pytest.approx(s["grad_norm"], rel=1e-4)
-        for r, s in zip(ours, theirs, strict=True)
-    )
+def test_non_finite_steps_end_the_run_with_their_documents(back, runs):
+    assert "3 steps in a row had a non-finite loss or gradient, the last at step 2 with documents" in back["poisoned"]
+    skipped = [json.loads(x) for x in (runs / "poisoned" / "skipped.rank0.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in skipped] == [0, 1, 2] and all(len(s["documents"]) == 4 for s in skipped)
 
 
-def test_other_settings_are_refused(undisturbed, tiny_store, tmp_path):
-    from_step_4(undisturbed, tmp_path)
-    done = train(tmp_path, tiny_store, "optim.lr=5e-4")
-    assert done.returncode == 2
-    assert "optim.lr was 0.001 and is now 0.0005" in done.stderr and "--allow-changed" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_muon_resumes_bit_for_bit_on_as_many_ranks(alone, back, two_ranks, runs, whole):
+    assert alone["muon"] is None and alone["muon-again"] is None
+    assert records(runs / "muon-again") == records(runs / "muon")
+    assert records(runs / "muon")[-1]["loss"] != records(whole)[-1]["loss"]
+    assert_close(records(two_ranks["muon"]), records(runs / "muon"), rel=1e-3)
+    assert "CheckpointError" in back["muon"] and "Muon's momentum" in back["muon"] and "on 2 ranks" in back["muon"]
+
+
+def test_training_ends_when_the_drafter_gets_no_better(alone, runs):
+    assert alone["patient"] is None
+    taus = [r["heldout_tau"] for r in records(runs / "patient")]
+    assert len(taus) == 6 and [t is not None for t in taus] == [False, True] * 3  # the first is the best
+
+
+def test_the_replay_while_training_says_where_the_drafter_is_weak(whole, tiny_store):
+    last = json.loads((whole / "metrics.jsonl").read_text().splitlines()[-1])
+    found = last["heldout"]
+    assert found["replay_tau_pooled"] == last["heldout_tau"] == found["tau_at_b08"]
+    assert [f"tau_at_b{b:02d}" in found for b in range(2, 9)] == [True] * 7
+    assert 1 <= found["tau_at_b02"] <= found["tau_at_b08"] and 0 <= found["acceptance_at_01"] <= 1
+    assert found["tau_source/random"] == found["tau_context/0-255"] == found["replay_tau_pooled"]
+
+
+def test_mlflow_ranks_the_checkpoints_by_tau(whole, alone, tiny_store):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{Path(tiny_store).parent.parent.parent}/mlflow.db")
+    experiment = client.get_experiment_by_name("flashdraft").experiment_id
+    order = [{"field_name": "metrics.heldout_replay_tau", "ascending": False}]
+    models = client.search_logged_models([experiment], order_by=order)
+    taus = [next(m.value for m in model.metrics if m.key == "heldout_replay_tau") for model in models]
+    assert len(models) >= 5 and taus == sorted(taus, reverse=True)
+    assert any(m.name == "whole-step-8" and m.tags["weights"] == "runs/whole/drafter" for m in models)
+    child = json.loads((whole / "mlflow.json").read_text())["runs"]["sft"]
+    metrics = client.get_run(child).data.metrics
+    assert {"train/loss", "train/accuracy_1", "train/lr", "train/grad_norm", "train/tokens_per_s"} <= metrics.keys()
+    assert 0 <= metrics["train/data_wait_share"] < 1 and metrics["train/checkpoint_s"] > 0
+
+
+ZEROS = ("zero1", "zero2", "zero3")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(whole, runs, tiny_store) -> dict[str, Path]:
+    """Two ranks go on from one rank's checkpoint, under ZeRO 1, 2 and 3; and a whole run with Muon."""
+    folders = {name: runs / f"two-{name}" for name in (*ZEROS, "muon")}
+    jobs = [(str(folders[z]), [STEPS, f"engine.zero_stage={z[-1]}"], (str(whole), 2)) for z in ZEROS]
+    jobs.append((str(folders["muon"]), [STEPS, "optim.matrices=muon"], None))
+    assert spawn(2, train_all, tiny_store, jobs) == [[None] * 4] * 2
+    return folders
+
+
+@pytest.fixture(scope="module")
+def back(two_ranks, whole, runs, tiny_store) -> dict[str, str | None]:
+    """One rank goes on from two ranks' checkpoints; and a drafter that overflows."""
+    poisoned = runs / "poisoned-drafter"
+    shutil.copytree(whole / "drafter-init", poisoned)
+    tensors = load_file(poisoned / "model.safetensors")
+    tensors["norm.weight"].fill_(3e38)  # finite, and every logit overflows
+    save_file(tensors, poisoned / "model.safetensors")
+    jobs = [(str(runs / f"back-{z}"), [STEPS, f"engine.zero_stage={z[-1]}"], (str(two_ranks[z]), 4)) for z in ZEROS]
+    jobs.append((str(runs / "back-muon"), [STEPS, "optim.matrices=muon"], (str(two_ranks["muon"]), 4)))
+    start = [STEPS, f"drafter.start_from={poisoned}", "train.max_skipped=3"]
+    jobs.append((str(runs / "poisoned"), start, None))
+    (said,) = spawn(1, train_all, tiny_store, jobs)
+    return dict(zip((*ZEROS, "muon", "poisoned"), said, strict=True))
+
+
+@pytest.mark.parametrize("zero", ZEROS)
+def test_two_ranks_go_on_where_one_stopped_and_back(two_ranks, back, whole, runs, zero):
+    assert_close(records(two_ranks[zero]), records(whole))
+    assert back[zero] is None
+    assert_close(records(runs / f"back-{zero}"), records(whole))
+
+
+def test_four_ranks_go_on_where_two_stopped(two_ranks, whole, runs, tiny_store):
+    jobs = [(str(runs / "four"), [STEPS, "engine.zero_stage=2"], (str(two_ranks["zero1"]), 6))]
+    assert spawn(4, train_all, tiny_store, jobs) == [[None]] * 4
+    assert_close(records(runs / "four"), records(whole))
 
 
 def test_sigterm_finishes_the_step_and_saves(tiny_store, tmp_path):
     run = tmp_path / "runs" / "tiny-sft"
+    command = [sys.executable, "-m", "trainer", "--recipe", "sft-fast", "--nproc", "1", *OVERRIDES]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
-            command(tiny_store, "train.steps=100000"), cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log
-        )
+            [*command, f"data.store={tiny_store}", "train.steps=100000"],
+            cwd=tmp_path, env=environment, stdout=log, stderr=log,
+        )  # fmt: skip
         deadline = time.monotonic() + 120
         while not (run / "metrics.jsonl").is_file() and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -134,30 +176,14 @@ def test_sigterm_finishes_the_step_and_saves(tiny_store, tmp_path):
     assert (run / "checkpoints" / "latest").read_text().strip() == f"step-{done:08d}"
 
 
-def test_non_finite_steps_end_the_run_with_their_documents(undisturbed, tiny_store, tmp_path):
-    poisoned = tmp_path / "poisoned"
-    shutil.copytree(undisturbed / "drafter-init", poisoned)
-    tensors = load_file(poisoned / "model.safetensors")
-    tensors["norm.weight"].fill_(3e38)  # finite, and every logit overflows
-    save_file(tensors, poisoned / "model.safetensors")
-    done = train(tmp_path, tiny_store, f"drafter.start_from={poisoned}", "train.max_skipped=3")
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert "3 steps in a row had a non-finite loss or gradient, the last at step 2 with documents" in done.stderr
-    skipped = [json.loads(x) for x in (tmp_path / "runs/tiny-sft/skipped.rank0.jsonl").read_text().splitlines()]
-    assert [s["step"] for s in skipped] == [0, 1, 2] and all(len(s["documents"]) == 4 for s in skipped)
-
-
 @pytest.mark.parametrize("layout", ["zlab", "speculators"])
-def test_export_of_a_run(undisturbed, tmp_path, layout):
-    out = tmp_path / layout
-    command = [sys.executable, "-m", "trainer", "export", str(undisturbed), "--format", layout, "--out", str(out)]
-    done = subprocess.run(
-        [*command, "--dtype", "float32"], env=environment(tmp_path), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
+def test_export_of_a_run(whole, tmp_path, layout):
     from trainer.drafter.checkpoint import load_drafter
+    from trainer.export import main
 
-    exported, ours = load_drafter(out), load_drafter(undisturbed / "drafter")
+    out = tmp_path / layout
+    assert main([str(whole), "--format", layout, "--out", str(out), "--dtype", "float32"]) == 0
+    exported, ours = load_drafter(out), load_drafter(whole / "drafter")
     # speculators' layout does not say how many layers the target has
     assert exported.config.model_copy(update={"num_target_layers": 6}) == ours.config
     assert all(a.equal(b) for a, b in zip(exported.parameters(), ours.parameters(), strict=True))
@@ -166,6 +192,8 @@ def test_export_of_a_run(undisturbed, tmp_path, layout):
 
 
 def test_export_before_training(tmp_path):
-    command = [sys.executable, "-m", "trainer", "export", str(tmp_path / "none")]
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "has no drafter yet; finish its training with make train" in done.stderr
+    from infra.errors import CheckpointError
+    from trainer.export import main
+
+    with pytest.raises(CheckpointError, match="has no drafter yet; finish its training with make train"):
+        main([str(tmp_path / "none")])
