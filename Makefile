@@ -12,7 +12,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo features train eval compare export ui test bench bench-gpu parity submit cluster-test doctor lint clean
+.PHONY: help install demo features train eval compare export ui test bench bench-gpu parity serve-check elastic-check submit cluster-test doctor lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -60,6 +60,12 @@ bench: install ## PART=features|pipeline|train-step|kernels|replay: ratios again
 
 parity: install ## the drafter and losses against dflash, speculators and SpecForge from PyPI, in environments of their own
 	@$(PY) -m trainer.drafter.peers && $(PY) -m pytest tests/parity $(ARGS)
+
+serve-check: install ## [RUN=]: vLLM on the CPU serves the exported drafter; its tokens and acceptance against ours (3.4 GB, once)
+	@$(PY) -m eval.serve_check $(if $(RUN),--run "$(RUN)") --model "$(MODEL)" $(ARGS)
+
+elastic-check: install ## every ZeRO stage on 1, 2 and 4 ranks resumed by each, and a run killed five times
+	@FLASHDRAFT_ELASTIC=1 $(PY) -m pytest tests/trainer/test_elastic_check.py $(ARGS)
 
 bench-gpu: ## step time, MFU, memory and kernels on one GPU (torch, triton, transformers and numpy are enough)
 	@$(or $(wildcard $(PY)),$(PYTHON)) -m trainer.drafter.bench_gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""`make elastic-check`: every ZeRO stage on 1, 2 and 4 ranks, each resumed by each; and a run that is killed five times."""
+"""`make elastic-check`: every ZeRO stage on 1, 2 and 4 ranks, each resumed by each; and a run killed five times."""
 
 import os
 import random
