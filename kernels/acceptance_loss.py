@@ -1,6 +1,6 @@
 """The RL objective of drafted blocks through the frozen head, without logits for more than one chunk.
 
-    sum over blocks of  -log E[f(N)]  (or -E[f(N)])  +  sum_k floor_k CE_k  +  KL to a reference drafter
+    sum over blocks of  -log E[f(N)]  (or -E[f(N)])  +  sum_k floor_k CE_k  +  KL to a reference drafter, to the target
 
 Like `kernels.decay_ce`, whose loss is the `floor` here, the op computes grad_hidden in its forward, chunk by chunk of
 whole blocks, since the head is frozen. Per chunk of R supervised slots:
@@ -64,6 +64,29 @@ class Reference:
     """weight of KL(drafter || reference), which may sharpen"""
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """The target's distribution behind the drafts that were really verified, as its T likeliest tokens and the rest.
+
+    Forward KL at accepted slots teaches what stands there, reverse KL at rejected ones takes mass from where the target
+    has none (Draft-OPD, arXiv 2605.29343).
+    """
+
+    ids_AKT: Tensor
+    """int64, distinct within a row"""
+    logprobs_AKT: Tensor
+    """float, log p of those tokens given the drafts before"""
+    forward_AK: Tensor
+    """weight of KL(target || drafter) at each slot"""
+    reverse_AK: Tensor
+    """weight of KL(drafter || target) at each slot"""
+
+
+SMALLEST_REST = 1e-4
+"""probability that the target is taken to leave outside its T tokens at least: stored log-probabilities are rounded to
+three digits, and reverse KL divides by the rest"""
+
+
 class AcceptanceLoss(NamedTuple):
     """As `decay_ce.BlockLoss`, and the parts; everything but `numerator` is detached."""
 
@@ -75,7 +98,7 @@ class AcceptanceLoss(NamedTuple):
     value_A: Tensor
     """E[f(N)] at the draft temperature (the group's mean where it draws); f(0) where nothing is supervised"""
     kl: Tensor
-    """scalar: the weighted divergences' sum"""
+    """scalar: the weighted divergences' sum, from the reference and from the target"""
 
 
 def acceptance_loss(
@@ -87,6 +110,7 @@ def acceptance_loss(
     *,
     floor_K: Tensor | None = None,
     reference: Reference | None = None,
+    drafted: Drafted | None = None,
     chunk_rows: int | None = None,
 ) -> AcceptanceLoss:
     """The sum over blocks of the terms above.
@@ -95,6 +119,7 @@ def acceptance_loss(
         hidden_AKD: the drafter's output, float. Slot k predicts `labels_AK[a, k]`.
         head_VD: the target's frozen head.
         labels_AK: int64; mask_AK: bool, supervised slots. The products of a block end at its first unsupervised slot.
+        reference, drafted: divergences, see there.
         floor_K: weights of the cross-entropy at temperature 1, by slot; None: none.
         chunk_rows: as in `decay_ce.weighted_cross_entropy`.
 
@@ -111,7 +136,7 @@ def acceptance_loss(
     if goal.temperature <= 0:
         raise ValueError(f"draft temperature {goal.temperature} is not positive; 0.5 is close to argmax drafts")
     numerator, *rest = _Op.apply(
-        hidden_AKD, head_VD, labels_AK, mask_AK, goal, floor_K, reference,
+        hidden_AKD, head_VD, labels_AK, mask_AK, goal, floor_K, reference, drafted,
         chunk_blocks_for(hidden_AKD, head_VD, chunk_rows),
     )  # fmt: skip
     logprob, correct, value, kl = rest
@@ -120,7 +145,7 @@ def acceptance_loss(
 
 class _Op(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_AKD, head_VD, labels_AK, mask_AK, goal, floor_K, reference, chunk_blocks):
+    def forward(ctx, hidden_AKD, head_VD, labels_AK, mask_AK, goal, floor_K, reference, drafted, chunk_blocks):
         A, K, D = hidden_AKD.shape
         device, wide = hidden_AKD.device, torch.promote_types(hidden_AKD.dtype, torch.float32)
         head = head_VD.to(hidden_AKD.dtype)
@@ -145,6 +170,8 @@ class _Op(torch.autograd.Function):
                 numerator -= (c.floor_R * c.logprob_R).sum()
             if reference is not None and (reference.forward or reference.reverse):
                 kl += c.divergence(reference)
+            if drafted is not None:
+                kl += c.distil(drafted)
             if need_grad:
                 grad.view(A * K, D)[c.rows_R] = c.grad_hidden()
         ctx.save_for_backward(grad)
@@ -154,7 +181,7 @@ class _Op(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_numerator, *_):
         (grad,) = ctx.saved_tensors
-        return (grad * grad_numerator.to(grad.dtype), *[None] * 7)
+        return (grad * grad_numerator.to(grad.dtype), *[None] * 8)
 
 
 class _Chunk:
@@ -275,6 +302,29 @@ class _Chunk:
             self.extra_RV = torch.zeros_like(self.q_RV)
         self.extra_RV[r] += grad
         return total
+
+    def distil(self, drafted: Drafted) -> Tensor:
+        """Both weighted KL between T + 1 outcomes, the target's T tokens and any other; gradient into extra_RV."""
+        forward_R, reverse_R = (w[self.chunk_a][self.mask_aK] for w in (drafted.forward_AK, drafted.reverse_AK))
+        r = torch.nonzero((forward_R > 0) | (reverse_R > 0)).flatten()
+        if not r.numel():
+            return self.loss.new_zeros(())
+        f, b = forward_R[r].to(self.wide)[:, None], reverse_R[r].to(self.wide)[:, None]
+        ids_rT = drafted.ids_AKT.flatten(0, 1)[self.rows_R[r]]
+        p_rT = drafted.logprobs_AKT.flatten(0, 1)[self.rows_R[r]].to(self.wide).exp()
+        p_rest = (1 - p_rT.sum(1, keepdim=True)).clamp_min(SMALLEST_REST)
+        q_rV = self.q_RV[r]
+        log_q_rT = (self.logits_RV[r].gather(1, ids_rT) - self.lse_R[r]).to(self.wide)
+        q_rT, q_rest = log_q_rT.exp(), q_rV.scatter(1, ids_rT, 0.0).sum(1, keepdim=True).clamp_min(1e-30)
+        gap_rT, gap_rest = log_q_rT - p_rT.clamp_min(1e-30).log(), q_rest.log() - p_rest.log()
+        reverse_r = (q_rT * gap_rT).sum(1, keepdim=True) + q_rest * gap_rest
+        forward_r = -(p_rT * gap_rT).sum(1, keepdim=True) - p_rest * gap_rest
+        grad_rV = q_rV * (f * (1 - p_rest / q_rest) + b * (gap_rest - reverse_r))
+        grad_rV.scatter_(1, ids_rT, f * (q_rT - p_rT) + b * q_rT * (gap_rT - reverse_r))
+        if self.extra_RV is None:
+            self.extra_RV = torch.zeros_like(self.q_RV)
+        self.extra_RV[r] += grad_rV
+        return (f * forward_r + b * reverse_r).sum()
 
     def grad_hidden(self) -> Tensor:
         push_R = self.push_R / self.temperature

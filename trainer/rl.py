@@ -20,7 +20,7 @@ from infra.cli import main
 from infra.errors import ConfigError, SpecMismatch
 from infra.provenance import sha256_file, write_json
 from kernels import acceptance
-from kernels.acceptance_loss import Acceptance, AcceptanceLoss, Reference, acceptance_loss
+from kernels.acceptance_loss import Acceptance, AcceptanceLoss, Drafted, Reference, acceptance_loss
 from trainer.drafter.checkpoint import load_drafter
 from trainer.drafter.model import Drafter
 from trainer.engine import World
@@ -114,10 +114,15 @@ class RlObjective:
         )
         out = acceptance_loss(
             hidden_AKD, head.head_VD, batch.labels_AK, batch.supervised_AK, goal,
-            floor_K=floor_K, reference=self._reference(batch, head), chunk_rows=self.cfg.loss.chunk_rows,
+            floor_K=floor_K, reference=self._reference(batch, head), drafted=self.drafted(batch),
+            chunk_rows=self.cfg.loss.chunk_rows,
         )  # fmt: skip
         self._count(out, batch)
         return out
+
+    def drafted(self, batch: AnchorBatch) -> Drafted | None:
+        """What the target said of drafts: nothing in a store (`trainer.onpolicy` has it)."""
+        return None
 
     def _reference(self, batch: AnchorBatch, head: FrozenHead) -> Reference | None:
         if self.reference is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import acceptance, weighting
-from kernels.acceptance_loss import Acceptance, Reference, acceptance_loss
+from kernels.acceptance_loss import Acceptance, Drafted, Reference, acceptance_loss
 
 A, K, V, D = 5, 6, 11, 7
 
@@ -70,6 +70,28 @@ def test_gradient_is_the_derivative(blocks, floor, verification, log):
             ).numerator
 
         assert directional_error(value, hidden) <= 1e-6
+
+
+def test_distilled_divergences_are_differentiated(blocks):
+    hidden, head, labels, mask, _ = blocks
+    other = torch.randn(A, K, V, generator=torch.Generator().manual_seed(2), dtype=torch.float64).log_softmax(-1)
+    logprobs, ids = other.topk(4)
+    k = torch.arange(K)
+    for accepted in (-1, 2, K):
+        drafted = Drafted(
+            ids, logprobs, (k <= accepted).expand(A, K) * 0.7, (k > accepted) * (0.8 ** (k - 1)).expand(A, K)
+        )
+        goal = Acceptance(acceptance.tau_gains(K), temperature=0.6)
+
+        def value(x, drafted=drafted, goal=goal):
+            return acceptance_loss(x, head, labels, mask, goal, drafted=drafted, chunk_rows=2 * K).numerator
+
+        assert directional_error(value, hidden) <= 1e-6
+    # the target's own distribution: both divergences vanish
+    own = (hidden @ head.T).log_softmax(-1)
+    logprobs, ids = own.topk(V - 3)
+    kl = acceptance_loss(hidden, head, labels, mask, goal, drafted=Drafted(ids, logprobs, mask * 1.0, mask * 1.0)).kl
+    assert abs(float(kl)) < 1e-3
 
 
 def test_value_is_the_expectation_over_all_drafts(blocks):
