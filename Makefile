@@ -12,7 +12,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help install demo features train eval compare export ui test bench bench-gpu parity serve-check elastic-check submit cluster-test doctor lint clean
+.PHONY: help install demo features train rl-study eval compare export ui test bench bench-gpu parity serve-check elastic-check submit cluster-test doctor lint clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,8 +31,11 @@ demo: install ## the whole path on a laptop: corpus, features, training, τ befo
 features: install ## MODEL= CORPUS=: responses by the target, then its hidden states into the store
 	@$(PY) -m pipeline --model "$(MODEL)" --corpus "$(CORPUS)" $(ARGS)
 
-train: install ## STAGE=sft|rl MODEL= [RECIPE= NPROC= INIT=]: train a drafter from the store; rl goes on from INIT=runs/...
+train: install ## STAGE=sft|rl|rl-onpolicy MODEL= [RECIPE= NPROC= INIT=]: train a drafter from the store; rl goes on from INIT=runs/...
 	@$(PY) -m trainer --stage "$(STAGE)" --model "$(MODEL)" --nproc "$(NPROC)" $(if $(RECIPE),--recipe "$(RECIPE)") $(if $(INIT),--init "$(INIT)") $(ARGS)
+
+rl-study: install ## [ARGS=]: second stages compared at equal steps on a small target, with intervals (docs/rl.md)
+	@$(PY) -m trainer.study $(ARGS)
 
 eval: install ## MODEL= [DRAFTER= SUITES= LIMIT=]: τ, speed-up and the lossless check on the suites
 	@$(PY) -m eval --model "$(MODEL)" $(if $(DRAFTER),--drafter "$(DRAFTER)") $(if $(SUITES),--suites-from "$(SUITES)") $(if $(LIMIT),--limit $(LIMIT)) $(ARGS)
@@ -55,7 +58,7 @@ ui: install ## [PORT=]: the MLflow pages on http://127.0.0.1:5000
 test: install ## the complete test suite, on a CPU
 	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
 
-bench: install ## PART=features|pipeline|train-step|kernels|replay: ratios against named opponents into runs/bench/
+bench: install ## PART=features|pipeline|train-step|trainer|kernels|replay: ratios against named opponents into runs/bench/
 	@$(PY) -m infra bench "$(PART)" $(ARGS)
 
 parity: install ## the drafter and losses against dflash, speculators and SpecForge from PyPI, in environments of their own

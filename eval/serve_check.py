@@ -1,8 +1,8 @@
 """`make serve-check`: what vLLM makes of an exported drafter, against its own plain decoding and our own loop.
 
 Exports the drafter of a run in both layouts (z-lab's and speculators'), serves each with its target in vLLM (built
-once, `eval.engines_env`), and demands in fp32, one request at a time: the emitted tokens equal vLLM's plain decoding and
-ours, accepted drafts per position equal our live decoding's, mean acceptance length within 1 %.
+once, `eval.engines_env`), and demands in fp32, one request at a time: the emitted tokens equal vLLM's plain decoding
+and ours, accepted drafts per position equal our live decoding's, mean acceptance length within 1 %.
 Writes <run>/serve-check.json.
 """
 

@@ -52,6 +52,7 @@ BENCHES = {
     "features": "features.bench",
     "pipeline": "pipeline.bench",
     "train-step": "trainer.drafter.bench",
+    "trainer": "trainer.bench",
     "kernels": "kernels.bench",
     "replay": "eval.bench",
 }
