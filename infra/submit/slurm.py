@@ -154,9 +154,10 @@ def _train(job: Job, profile: SlurmProfile, sweep: bool) -> list[str]:
     command = job.with_arguments("--nproc", ranks).shell(_python(profile))
     lines = [
         *_rendezvous(),
-        "# the warning before the time limit, and a preemption, let the trainer finish its step and save",
+        "# the warning before the time limit, and a preemption, let the trainer finish its step and save; the signal goes",
+        "# to the ranks through Slurm: srun itself would answer it with SIGKILL for all of them",
         "stopped=0",
-        "trap 'stopped=1; kill -TERM \"$step\"' TERM",
+        "trap 'stopped=1; scancel --signal=TERM \"$SLURM_JOB_ID.0\"' TERM",
         f"srun --kill-on-bad-exit=1 {command} \\",
         '  --nodes "$SLURM_NNODES" --rendezvous "$head:$port"' + (' "${case[@]}"' if sweep else "") + " &",
         "step=$!",

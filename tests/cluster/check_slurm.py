@@ -29,6 +29,7 @@ SelectTypeParameters=CR_CPU
 ReturnToService=2
 MpiDefault=none
 KillWait=20
+SlurmdParameters=config_overrides
 NodeName=a,b CPUs=1 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
@@ -43,6 +44,7 @@ def slurm(make_hosts, folder):
         (folder / "slurm.conf").write_text(CONF.format(folder=folder))
         for name in ("state", "spool-a", "spool-b", "logs"):
             (folder / name).mkdir()
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # named, so that it looks for none
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         folder.chmod(0o755)
@@ -61,7 +63,13 @@ def slurm(make_hosts, folder):
         for name in ("a", "b"):
             conf = str(folder / f"slurm-{name}.conf")
             hosts.start(name, ["slurmd", "-D", "-N", name], f"slurmd-out-{name}", SLURM_CONF=conf)
-        wait_for(lambda: run("a", "sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == "2", 60, "two idle nodes")
+        report = lambda: "".join(hosts.log(f"slurmd-out-{n}")[-500:] for n in ("a", "b"))  # noqa: E731
+        wait_for(
+            lambda: run("a", "sinfo", "-h", "-t", "idle", "-o", "%D").stdout.strip() == "2",
+            60,
+            "two idle nodes",
+            report=report,
+        )
         profile = folder / "slurm.toml"
         profile.write_text(
             f'platform = "slurm"\ncode = "{ROOT}"\nworkdir = "{folder}"\npython = "{sys.executable}"\n'
@@ -95,13 +103,18 @@ def test_training_is_stopped_requeued_and_goes_on(slurm, folder):
     )
     log = folder / "logs" / f"{job}.log"
     metrics = folder / "runs" / "s"
-    wait_for(lambda: len(records(metrics)) >= 8, 120, f"steps of job {job}: {tail(log)}", 0.5)
+    wait_for(lambda: len(records(metrics)) >= 8, 120, f"steps of job {job}", 0.5, report=lambda: tail(log))
     run("a", "scancel", "--signal=TERM", "--batch", job)
-    wait_for(lambda: "saved; the same command goes on" in log.read_text(), 60, f"the stop of job {job}: {tail(log)}")
+    wait_for(
+        lambda: "saved; the same command goes on" in log.read_text(),
+        60,
+        f"the stop of job {job}",
+        report=lambda: tail(log),
+    )
     at = max(records(metrics)) + 1
     say(f"slurm: job {job} on 2 nodes was told to stop (preemption) and saved at step {at} of 400")
-    wait_for(lambda: "resuming at step" in log.read_text(), 150, f"the requeued job {job}: {tail(log)}", 1)
-    wait_for(lambda: ended(run, job), 150, f"the end of job {job}: {tail(log)}", 1)
+    wait_for(lambda: "resuming at step" in log.read_text(), 150, f"the requeued job {job}", 1, report=lambda: tail(log))
+    wait_for(lambda: ended(run, job), 150, f"the end of job {job}", 1, report=lambda: tail(log))
     assert sorted(records(metrics)) == list(range(400)), tail(log)
     assert (metrics / "drafter" / "model.safetensors").is_file()
     assert f"resuming at step {at} of 400" in log.read_text() and state(run, job) == "COMPLETED"
@@ -123,7 +136,7 @@ def test_features_run_under_symmetric_run(slurm, folder):
     _hosts, run = slurm
     job = submit(run, "features", "MODEL=tiny", "CORPUS=kept.toml", "store_root=store-slurm", "data_root=data-slurm")
     log = folder / "logs" / f"{job}.log"
-    wait_for(lambda: ended(run, job), 200, f"job {job}: {tail(log)}", 1)
+    wait_for(lambda: ended(run, job), 200, f"job {job}", 1, report=lambda: tail(log))
     made = list(folder.glob("store-slurm/tiny/*/manifest.json"))
     assert len(made) == 1, tail(log, 3000)
     assert not list((folder / "logs").glob("*.token")), "the token outlives the job"

@@ -185,12 +185,12 @@ class Hosts:
         _ip("-n", self.switch, *arguments)
 
 
-def wait_for(condition, seconds: float, what: str, every: float = 0.2):
-    """The first true value of `condition()`; fails the test after `seconds`."""
+def wait_for(condition, seconds: float, what: str, every: float = 0.2, report=str):
+    """The first true value of `condition()`; fails the test after `seconds` with `report()`."""
     end = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > end:
-            pytest.fail(f"waited {seconds:.0f} s for {what}")
+            pytest.fail(f"waited {seconds:.0f} s for {what}\n{report()}")
         time.sleep(every)
     return value
 
