@@ -24,6 +24,9 @@ from infra.provenance import write_json
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 EXPERIMENT = "flashdraft"
+VIEW = "drafters"
+"""the shared view of the runs table: τ of every suite as columns, the best drafter first"""
+VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 
 
 def tracking_uri() -> str:
@@ -108,6 +111,24 @@ class Tracker:
         entries = [Metric(k, float(v), now, step, model_id=found.model_id) for k, v in metrics.items()]
         self.client.log_batch(self.run_id, entries)
         self.client.finalize_logged_model(found.model_id, "READY")
+
+    def columns(self, metrics: list[str], order_by: str) -> None:
+        """Add columns to the runs table that `make ui` opens, best `order_by` first.
+
+        The table's state is a tag of the experiment, where the pages keep the views that users share.
+        """
+        self._later(self._columns, metrics, order_by)
+
+    def _columns(self, metrics: list[str], order_by: str) -> None:
+        experiment = self.client.get_experiment(self.client.get_run(self.run_id).info.experiment_id)
+        held = json.loads(experiment.tags.get(VIEW_TAG) or "{}").get("selectedColumns", [])
+        view = {
+            "searchFilter": "tags.stage = 'drafter'",
+            "orderByKey": f"metrics.`{order_by}`",
+            "orderByAsc": False,
+            "selectedColumns": list(dict.fromkeys([*held, *(f"metrics.`{m}`" for m in metrics)])),
+        }
+        self.client.set_experiment_tag(experiment.experiment_id, VIEW_TAG, json.dumps(view))
 
     def watch_machine(self) -> None:
         """CPU, memory, disk, network and GPUs every ten seconds, as `system/...` of this run."""
@@ -231,7 +252,8 @@ def _open(run_name: str, stage: str, folder: Path | None, tags: dict[str, Any], 
             client, client.create_run(experiment, tags={"stage": stage, **tags}, run_name=run_name).info.run_id, None
         )
     if "parent" not in known:
-        known["parent"] = client.create_run(experiment, tags={"drafter": run_name}, run_name=run_name).info.run_id
+        drafter = {"drafter": run_name, "stage": "drafter"}
+        known["parent"] = client.create_run(experiment, tags=drafter, run_name=run_name).info.run_id
     if resume and stage in known:
         client.update_run(known[stage], status="RUNNING")
     else:
@@ -246,6 +268,14 @@ def _experiment(client: Any) -> str:
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
     found = client.get_experiment_by_name(name)
     return found.experiment_id if found else client.create_experiment(name)
+
+
+def view_path(client: Any) -> str | None:
+    """Where the runs table with `VIEW` is on the server's pages; None before the first evaluation."""
+    found = client.get_experiment_by_name(os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT)
+    if found is None or VIEW_TAG not in found.tags:
+        return None
+    return f"#/experiments/{found.experiment_id}/runs?viewStateShareKey={VIEW}"
 
 
 def _exists(client: Any, run_id: str) -> bool:

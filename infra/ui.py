@@ -5,7 +5,7 @@ import socket
 import sys
 
 from infra.errors import ResourceError
-from infra.tracking import tracking_uri
+from infra.tracking import tracking_uri, view_path
 
 
 def ui(port: int) -> int:
@@ -25,8 +25,13 @@ def ui(port: int) -> int:
                 f"port {port} on 127.0.0.1 cannot be used ({e.strerror}); stop the program there, or run "
                 f"make ui PORT={port + 1}"
             ) from None
-    print(f"MLflow on http://127.0.0.1:{port} (ready after up to a minute; Ctrl-C ends it)", flush=True)
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow import MlflowClient
+
+    server = f"http://127.0.0.1:{port}"
+    print(f"MLflow on {server} (ready after up to a minute; Ctrl-C ends it)", flush=True)
+    if path := view_path(MlflowClient(tracking_uri())):
+        print(f"drafters by τ:  {server}/{path}", flush=True)
     os.execv(
         sys.executable,
         [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
