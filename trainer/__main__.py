@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--rendezvous", default="", metavar="HOST:PORT", help="on the first of several nodes")
     p.add_argument("--launcher", choices=["torchrun", "ray"], default="torchrun", help="ray: Ray Train at $RAY_ADDRESS")
     p.add_argument("--cpu", action="store_true", help="--launcher ray: ranks without GPUs")
-    p.add_argument("--allow-changed", action="store_true", help="resume although semantic settings changed")
+    p.add_argument("--allow-changed", default="", metavar="KEYS", help="resume although these settings changed (a,b.c)")
     p.add_argument("overrides", nargs="*", help="dotted overrides, train.steps=50")
     return p.parse_intermixed_args(argv)  # options may follow overrides
 
@@ -66,12 +66,13 @@ def launch(argv: list[str]) -> int:
     if args.launcher == "ray":
         from trainer.ray_launch import launch_ray
 
-        return launch_ray(module, cfg, args.nodes * nproc, cpu=args.cpu, allow_changed=args.allow_changed)
+        allowed = tuple(args.allow_changed.split(","))
+        return launch_ray(module, cfg, args.nodes * nproc, cpu=args.cpu, allow_changed=allowed)
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="flashdraft-", delete=False) as f:
         path = f.name
     save_toml(cfg, path)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    worker = ["-m", module, path, *(["--allow-changed"] if args.allow_changed else [])]
+    worker = ["-m", module, path, *(["--allow-changed", args.allow_changed] if args.allow_changed else [])]
     where = ["--standalone"]
     if args.rendezvous:
         where = [f"--nnodes={args.nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={args.rendezvous}"]

@@ -7,7 +7,7 @@ import torch
 
 from features.reader import FeatureStore
 from features.target_config import TargetConfig
-from features.target_source import target_folder
+from features.target_source import target_folder, weights_digest
 from infra.errors import SpecMismatch, StoreError
 from trainer.config import SftConfig
 from trainer.drafter.checkpoint import load_drafter
@@ -39,12 +39,14 @@ def check_store(store: FeatureStore, cfg: SftConfig, target: TargetConfig) -> No
     """The store was made by this target with these settings, and is whole.
 
     Raises:
-        SpecMismatch: another target, taps or template arguments.
+        SpecMismatch: another target, weights, taps, hidden size or template arguments.
         StoreError: shards are missing.
     """
-    spec = store.spec
+    spec, folder = store.spec, target_folder(target)
     for what, stored, wanted in (
         ("target", spec.target, target.name),
+        ("weights_digest", spec.weights_digest, weights_digest(folder)),
+        ("hidden_size", spec.hidden_size, _text_config(folder)["hidden_size"]),
         ("tap_layer_ids", tuple(spec.tap_layer_ids), target.tap_layer_ids),
         ("chat_template_args", spec.chat_template_args, target.chat_template_args),
     ):
@@ -69,13 +71,15 @@ def build_drafter(cfg: SftConfig, target: TargetConfig, store: FeatureStore, see
     """A drafter for the store's features: loaded, or new and initialised from `seed`; fp32 on the CPU, trainable.
 
     Raises:
-        SpecMismatch: a loaded drafter was trained on other taps or another hidden size.
+        SpecMismatch: a loaded drafter was trained on other taps, another hidden size, vocabulary or mask token.
     """
+    folder = target_folder(target)
     if cfg.drafter.start_from:
         drafter = load_drafter(cfg.drafter.start_from, dtype=torch.float32)
         for what, has, wanted in (
             ("target_layer_ids", drafter.config.target_layer_ids, tuple(store.spec.tap_layer_ids)),
             ("hidden_size", drafter.config.hidden_size, store.spec.hidden_size),
+            ("vocab_size", drafter.config.vocab_size, _text_config(folder)["vocab_size"]),
             ("mask_token_id", drafter.config.mask_token_id, target.mask_token_id),
         ):
             if has != wanted:
@@ -84,7 +88,6 @@ def build_drafter(cfg: SftConfig, target: TargetConfig, store: FeatureStore, see
                     f"{wanted!r}; use a drafter of this target, or a target file with the drafter's settings"
                 )
         return drafter
-    folder = target_folder(target)
     model = json.loads((folder / "config.json").read_text())
     config = DrafterConfig.for_target(
         model,
@@ -101,6 +104,12 @@ def build_drafter(cfg: SftConfig, target: TargetConfig, store: FeatureStore, see
     else:
         init_random(drafter, seed)
     return drafter
+
+
+def _text_config(folder: Path) -> dict:
+    """config.json of the language model, which multimodal targets nest."""
+    model = json.loads((folder / "config.json").read_text())
+    return model.get("text_config", model)
 
 
 def _sample_features(store: FeatureStore) -> torch.Tensor:

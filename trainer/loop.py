@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -99,7 +99,9 @@ class Parts:
     world: World
 
 
-def fit(cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, allow_changed: bool = False) -> Path:
+def fit(
+    cfg: SftConfig, world: World, stage_of: Callable[[Parts], Stage], *, allow_changed: Collection[str] = ()
+) -> Path:
     """Train and return the folder of the best drafter.
 
     Raises:
@@ -291,15 +293,15 @@ def _record_skipped(run: Path, rank: int, step: int, documents: list[str]) -> No
 
 
 def run_stage(config: type[SftConfig], train: Callable[..., Path], argv: list[str]) -> None:
-    """The command line of a rank: `torchrun -m trainer.<stage> recipe.toml [--allow-changed]`."""
+    """The command line of a rank: `torchrun -m trainer.<stage> recipe.toml [--allow-changed KEYS]`."""
     p = argparse.ArgumentParser(prog="torchrun -m trainer.<stage>")
     p.add_argument("config", help="a recipe TOML")
-    p.add_argument("--allow-changed", action="store_true")
+    p.add_argument("--allow-changed", default="")
     args = p.parse_args(argv)
     cfg = load_config(config, args.config)
     world = init_world()
     try:
-        train(cfg, world, allow_changed=args.allow_changed)
+        train(cfg, world, allow_changed=tuple(args.allow_changed.split(",")))
     except FlashdraftError as e:
         if not world.is_main:  # every rank finds the same; one says it
             sys.exit(e.exit_code)

@@ -17,7 +17,9 @@ from trainer.config import SftConfig
 BETWEEN_NODES_S = 600.0  # ranks wait for one another at most so long when they form the group
 
 
-def launch_ray(module: str, cfg: SftConfig, ranks: int, *, cpu: bool, allow_changed: bool, retries: int = 3) -> int:
+def launch_ray(
+    module: str, cfg: SftConfig, ranks: int, *, cpu: bool, allow_changed: tuple[str, ...], retries: int = 3
+) -> int:
     """Train on `ranks` workers of the cluster at $RAY_ADDRESS (without it, of this machine).
 
     Args:

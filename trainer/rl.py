@@ -6,6 +6,7 @@ Legend: A blocks, K block size.
 import dataclasses
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,7 @@ TEXT_SAMPLE = 64
 """documents looked at to tell greedy text from sampled"""
 
 
-def train(cfg: RlConfig, world: World, *, allow_changed: bool = False) -> Path:
+def train(cfg: RlConfig, world: World, *, allow_changed: Collection[str] = ()) -> Path:
     """Fine-tune and return the folder of the best drafter, which is the one to start from if none is better.
 
     Raises:

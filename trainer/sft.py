@@ -1,6 +1,7 @@
 """Stage `sft`: weighted cross-entropy on the target's own answers (`trainer.loop` has the loop)."""
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from infra.cli import main
@@ -10,7 +11,7 @@ from trainer.loop import Stage, fit, run_stage
 from trainer.objective import Objective
 
 
-def train(cfg: SftConfig, world: World, *, allow_changed: bool = False) -> Path:
+def train(cfg: SftConfig, world: World, *, allow_changed: Collection[str] = ()) -> Path:
     """Train and return the folder of the best drafter; raises what `trainer.loop.fit` raises."""
     return fit(
         cfg,

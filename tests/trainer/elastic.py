@@ -39,7 +39,7 @@ def train_all(world, store: str, jobs: list[tuple[str, list[str], tuple[str, int
         changes = [o for o in overrides if "=" in o]
         cfg = load_config(SftConfig, RECIPES / "sft-fast.toml", [*OVERRIDES, *where, *changes])
         try:
-            train(cfg, world, allow_changed="--allow-changed" in overrides)
+            train(cfg, world, allow_changed=[o.removeprefix("allow:") for o in overrides])
             said.append(None)
         except FlashdraftError as e:
             said.append(f"{type(e).__name__}: {e}")

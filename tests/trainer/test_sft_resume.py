@@ -38,7 +38,7 @@ def alone(runs, tiny_store) -> dict[str, str | None]:
         "again": ([STEPS], (whole, 4)),
         "finished": ([STEPS], None),
         "changed": ([STEPS, "optim.lr=5e-4"], (whole, 4)),
-        "allowed": ([STEPS, "optim.lr=5e-4", "--allow-changed"], (whole, 6)),
+        "allowed": ([STEPS, "optim.lr=5e-4", "allow:optim.lr"], (whole, 6)),
         "muon": ([STEPS, "optim.matrices=muon"], None),
         "muon-again": ([STEPS, "optim.matrices=muon"], (str(runs / "muon"), 4)),
         "patient": (["train.steps=40", "train.eval_every=2", "train.patience=2", "optim.lr=1e-9"], None),
@@ -64,7 +64,7 @@ def test_one_rank_resumes_bit_for_bit(alone, whole, runs):
 
 def test_other_settings_are_refused_unless_allowed(alone):
     assert "ConfigError: run 'runs/changed' exists with other settings" in alone["changed"]
-    assert "optim.lr was 0.001 and is now 0.0005" in alone["changed"] and "--allow-changed" in alone["changed"]
+    assert "optim.lr was 0.001 and is now 0.0005" in alone["changed"] and "--allow-changed optim.lr" in alone["changed"]
     assert alone["allowed"] is None
 
 

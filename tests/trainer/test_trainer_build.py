@@ -1,18 +1,25 @@
 """Recipes, schedules, and the refusals before the first step."""
 
 import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
 
 from features.reader import FeatureStore
-from features.target_config import load_target_config
+from features.target_config import RandomSource, load_target_config
+from features.target_source import target_folder, weights_digest
 from infra.config import load_config, read_toml
-from infra.errors import ConfigError, SpecMismatch, StoreError
+from infra.errors import CheckpointError, ConfigError, SpecMismatch, StoreError
 from trainer.__main__ import STAGES
 from trainer.build import build_drafter, check_store, find_store
+from trainer.checkpoint import latest
 from trainer.config import RECIPES, LossConfig, OptimConfig, SftConfig, changed_settings
-from trainer.engine import accumulation_steps, deepspeed_config, parameter_groups
+from trainer.engine import accumulation_steps, build_optimizer, deepspeed_config, parameter_groups
 from trainer.run_folder import RunFolder
 
 
@@ -68,6 +75,26 @@ def test_store_of_other_settings_is_refused(tiny_store):
     ):
         with pytest.raises(SpecMismatch, match=words):
             check_store(store, cfg, target.model_copy(update=change))
+    other = RandomSource.model_validate({**target.source.model_dump(), "seed": 1})
+    with pytest.raises(SpecMismatch, match=r"was made with weights_digest '.*use the store's own target file"):
+        check_store(store, cfg, target.model_copy(update={"source": other}))
+    wide = RandomSource.model_validate(
+        {**target.source.model_dump(), "config": {**target.source.config, "hidden_size": 32}}
+    )
+    store.spec = store.spec.model_copy(
+        update={"weights_digest": weights_digest(target_folder(with_source(target, wide)))}
+    )
+    with pytest.raises(SpecMismatch, match=r"hidden_size 64.*says 32"):
+        check_store(store, cfg, with_source(target, wide))
+
+
+def test_an_unfinished_store_is_refused(tiny_store, tmp_path):
+    shutil.copytree(tiny_store, tmp_path / "s")
+    for commit in sorted((tmp_path / "s" / "commits").glob("*.json"))[:1]:
+        commit.unlink()
+    (tmp_path / "s" / "manifest.json").unlink()
+    with pytest.raises(StoreError, match=r"lacks 1 shards; run make features MODEL=tiny again"):
+        check_store(FeatureStore.open(str(tmp_path / "s")), SftConfig(model="tiny"), load_target_config("tiny"))
 
 
 def test_a_run_keeps_its_features(in_tmp):
@@ -86,6 +113,10 @@ def test_soft_labels_need_a_teacher(tiny_store):
         check_store(FeatureStore.open(tiny_store), cfg, load_target_config("tiny"))
 
 
+def with_source(target, source):
+    return target.model_copy(update={"source": source})
+
+
 def test_the_drafter_of_another_target_is_refused(tiny_store, tmp_path):
     from trainer.drafter.checkpoint import save_drafter
 
@@ -98,6 +129,50 @@ def test_the_drafter_of_another_target_is_refused(tiny_store, tmp_path):
     start = SftConfig.model_validate({"model": "tiny", "drafter": {"start_from": str(tmp_path / "d")}})
     with pytest.raises(SpecMismatch, match=r"target_layer_ids \(0, 2, 3\)"):
         build_drafter(start, target, store, seed=0)
+    right = drafter.config.model_copy(update={"target_layer_ids": (1, 2, 3)})
+    for change, words in (
+        ({"vocab_size": 300}, "has vocab_size 300, but the store of tiny has 264"),
+        ({"mask_token_id": 100}, "has mask_token_id 100.*use a drafter of this target"),
+    ):
+        drafter.config = right.model_copy(update=change)
+        save_drafter(drafter, tmp_path / "d")
+        with pytest.raises(SpecMismatch, match=words):
+            build_drafter(start, target, store, seed=0)
+
+
+def test_a_checkpoint_that_is_gone_is_named(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    assert latest(tmp_path) is None
+    (tmp_path / "checkpoints" / "latest").write_text("step-00000004\n")
+    with pytest.raises(
+        CheckpointError, match="names 'step-00000004', which is not complete; write the name of another"
+    ):
+        latest(tmp_path)
+
+
+def test_a_second_ctrl_c_ends_at_once(root):
+    code = "import time; from trainer.signals import StopRequest; s = StopRequest(); print('up', flush=True)\n"
+    code += "while True:\n    time.sleep(0.05)\n    if s.requested: print('asked', flush=True)"
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "asked\n" and process.poll() is None  # the step goes on
+        time.sleep(1.1)  # torchrun repeats the terminal's signal within a second
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 130
+    finally:
+        process.kill()
+
+
+def test_muon_needs_whole_matrices():
+    with pytest.raises(ConfigError, match=r"'muon' needs whole matrices, which engine.zero_stage = 3 cuts"):
+        load_config(SftConfig, RECIPES / "sft.toml", ["optim.matrices=muon", "engine.zero_stage=3"])
+    cfg = load_config(SftConfig, RECIPES / "sft.toml", ["optim.matrices=muon"])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    groups = build_optimizer(model, cfg.optim, torch.device("cpu")).param_groups
+    assert [(g["use_muon"], g["lr"], len(g["params"])) for g in groups] == [(True, 0.02, 1), (False, 6e-4, 3)]
+    assert deepspeed_config(cfg, 1)["gradient_clipping"] == 0.0
 
 
 def test_warm_start_is_the_default_where_it_fits(tiny_store):
