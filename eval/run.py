@@ -205,6 +205,8 @@ def _log(
         metrics = flat_metrics(report["suites"])
         tracker.metrics(metrics)
         tracker.metrics(metrics, on_parent=True)
+        every_suite = [f"tau_pooled/{suite}" for suite in report["suites"]]
+        tracker.columns(["tau_pooled/mean", "tau_macro/mean", "speedup/mean", *every_suite], "tau_pooled/mean")
         if BEFORE in report:
             before = flat_metrics(report[BEFORE]["suites"])
             tracker.metrics({f"before/{k}": v for k, v in before.items() if k.startswith(("tau", "speedup"))})
