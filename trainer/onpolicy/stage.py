@@ -7,6 +7,7 @@ Legend: A blocks, K block size, T kept tokens of the target.
 """
 
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from trainer.rl import RlObjective, check_text, load_reference
 from trainer.rl_config import RlSection
 
 
-def train(cfg: OnPolicyConfig, world: World, *, allow_changed: bool = False) -> Path:
+def train(cfg: OnPolicyConfig, world: World, *, allow_changed: Collection[str] = ()) -> Path:
     """Fine-tune and return the folder of the best drafter.
 
     Raises:
@@ -97,13 +98,13 @@ class OnPolicyObjective(RlObjective):
         return out
 
 
-def train_for_study(shared: dict[str, Any], rl: RlSection, world: World) -> Path:
+def for_study(shared: dict[str, Any], rl: RlSection) -> OnPolicyConfig:
     """A row of `trainer.study`: rounds of a fifth of its steps."""
     batch, steps = shared["data"].global_batch, shared["train"].steps
     rollout = RolloutConfig(
-        steps_per_round=max(steps // 5, 1), prompts_per_round=8 * batch, parts=2, batch_size=32, max_new_tokens=224
+        steps_per_round=max(steps // 5, 1), prompts_per_round=8 * batch, parts=2, batch_size=32, max_new_tokens=200
     )
-    return train(OnPolicyConfig(rl=rl, rollout=rollout, **shared), world)
+    return OnPolicyConfig(rl=rl, rollout=rollout, **shared)
 
 
 if __name__ == "__main__":

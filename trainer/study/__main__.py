@@ -9,8 +9,10 @@ the same command goes on where it was interrupted.
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +112,8 @@ def train_sft(cfg: StudyConfig, model: str, store: FeatureStore, world: World) -
     from trainer.sft import train
 
     every = max(cfg.sft_steps // 5, 1)
-    return train(
+    return whole(
+        train,
         SftConfig(
             model=model, name=f"{cfg.name}/sft", data=cfg.data.model_copy(update={"store": str(store.uri)}),
             drafter=cfg.drafter, optim=cfg.optim, engine=cfg.engine,
@@ -135,18 +138,30 @@ def train_row(cfg: StudyConfig, name: str, seed: int, model: str, store: Feature
         from trainer.sft import train
 
         loss = LossConfig(weighting="dpace" if name == "sft-dpace" else "decay")
-        return train(SftConfig(loss=loss, **shared), world)
+        return whole(train, SftConfig(loss=loss, **shared), world)
     changes: dict[str, Any] = {"visited_share": 0.0} if name == "rl-uniform" else {}
     if name == "rl-group":
         changes |= {"estimator": "group", "group": GroupConfig().model_dump()}
     rl = validate(RlSection, changes | cfg.rl.get("all", {}) | cfg.rl.get(name, {}), f"rl.{name}")
     if name == "rl-onpolicy":
-        from trainer.onpolicy.stage import train_for_study
+        from trainer.onpolicy.stage import for_study
+        from trainer.onpolicy.stage import train as train_onpolicy
 
-        return train_for_study(shared, rl, world)
+        return whole(train_onpolicy, for_study(shared, rl), world)
     from trainer.rl import train as train_rl
 
-    return train_rl(RlConfig(rl=rl, **shared), world)
+    return whole(train_rl, RlConfig(rl=rl, **shared), world)
+
+
+def whole(train: Callable[..., Path], cfg: SftConfig, world: World) -> Path:
+    """`train(cfg, world)`; ends the study where a signal has ended the run early (it has saved)."""
+    folder = train(cfg, world)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    last = (folder.parent / "metrics.jsonl").read_text().splitlines()[-1]
+    if json.loads(last)["step"] + 1 < (cfg.train.steps or 0):
+        sys.exit(0)
+    return folder
 
 
 def train_section(cfg: StudyConfig, steps: int, every: int, seed: int) -> TrainConfig:
