@@ -133,7 +133,7 @@ def _rendezvous() -> list[str]:
 
 def _features(job: Job, profile: SlurmProfile, _sweep: bool) -> list[str]:
     command = job.with_arguments("ray.address=auto", *gpus(job, profile)).shell(_python(profile))
-    start = "--disable-usage-stats --include-dashboard=false --num-cpus="
+    start = "--disable-usage-stats --num-cpus="
     start += '"$SLURM_CPUS_PER_TASK"' + (f" --num-gpus={profile.gpus_per_node}" if profile.gpus_per_node else "")
     ray = shlex.quote(_python(profile).rsplit("/", 1)[0])
     return [
@@ -143,6 +143,8 @@ def _features(job: Job, profile: SlurmProfile, _sweep: bool) -> list[str]:
         'export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$PWD/logs/$SLURM_JOB_ID.token"',
         '(umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d " \\n" > "$RAY_AUTH_TOKEN_PATH")',
         "trap 'rm -f \"$RAY_AUTH_TOKEN_PATH\"' EXIT",
+        "# nodes that read their packages from a shared disk need longer than the default of 30 s",
+        "export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300",
         'srun --kill-on-bad-exit=1 ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_NNODES" \\',
         f"  {start} -- \\",
         f"  {command}",
@@ -154,8 +156,8 @@ def _train(job: Job, profile: SlurmProfile, sweep: bool) -> list[str]:
     command = job.with_arguments("--nproc", ranks).shell(_python(profile))
     lines = [
         *_rendezvous(),
-        "# the warning before the time limit, and a preemption, let the trainer finish its step and save; the signal goes",
-        "# to the ranks through Slurm: srun itself would answer it with SIGKILL for all of them",
+        "# the warning before the time limit, and a preemption, let the trainer finish its step and save; the signal",
+        "# goes to the ranks through Slurm: srun itself would answer it with SIGKILL for all of them",
         "stopped=0",
         "trap 'stopped=1; scancel --signal=TERM \"$SLURM_JOB_ID.0\"' TERM",
         f"srun --kill-on-bad-exit=1 {command} \\",
