@@ -43,14 +43,42 @@ def _own_hidden(slots, keys, K: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.c
 
 
 @triton.jit
-def _query_rows(g, K: tl.constexpr, H: tl.constexpr, R: tl.constexpr, MP: tl.constexpr):
-    """Row m = slot * R + r of a key head: its slot, its offset in the block's [K, H], and whether it exists.
+def _query_rows(
+    g, K: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, MP: tl.constexpr, EP: tl.constexpr
+):
+    """Row m = slot * R + r of a key head: its slot, offset in the block's [K, H] and existence; both also as [MP, EP]
+    offsets and mask of [K, H, E].
 
     Offsets inside a block or tile are int32, and only their bases int64: tiles of int64 offsets cost 64 registers.
     """
+    R: tl.constexpr = H // G
     m = tl.arange(0, MP)
+    e = tl.arange(0, EP)
     slot = m // R
-    return slot, slot * H + g * R + m % R, m < K * R
+    flat = slot * H + g * R + m % R
+    ok = m < K * R
+    return slot, flat, ok, flat[:, None] * E + e[None, :], ok[:, None] & (e[None, :] < E)
+
+
+@triton.jit
+def _own_rows(g, K: tl.constexpr, G: tl.constexpr, E: tl.constexpr, KP: tl.constexpr, EP: tl.constexpr):
+    """Slots of the own block, and the offsets and mask [KP, EP] of their keys."""
+    i = tl.arange(0, KP)
+    e = tl.arange(0, EP)
+    return i, (i * G + g)[:, None] * E + e[None, :], (i[:, None] < K) & (e[None, :] < E)
+
+
+@triton.jit
+def _context_tile(
+    kc_ptr, vc_ptr, first, end, g, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Context rows first .. first + N - 1, their keys and values [N, EP] (zero from `end` on)."""
+    e = tl.arange(0, EP)
+    rows = first + tl.arange(0, N)
+    base = tl.cast(first, tl.int64) * (G * E)
+    at = (tl.arange(0, N) * G + g)[:, None] * E + e[None, :]
+    ok = (rows[:, None] < end) & (e[None, :] < E)
+    return rows, tl.load(kc_ptr + base + at, mask=ok, other=0.0), tl.load(vc_ptr + base + at, mask=ok, other=0.0)
 
 
 @triton.jit
@@ -63,16 +91,12 @@ def _forward_kernel(
     g = tl.program_id(1)
     start = tl.load(start_ptr + a).to(tl.int32)
     end = tl.load(end_ptr + a).to(tl.int32)
-    R: tl.constexpr = H // G
     q_ptr += a * (K * H * E)
     out_ptr += a * (K * H * E)
     lse_ptr += a * (K * H)
     kb_ptr += a * (K * G * E)
     vb_ptr += a * (K * G * E)
-    slot, flat, row_ok = _query_rows(g, K, H, R, MP)
-    e = tl.arange(0, EP)
-    q_at = flat[:, None] * E + e[None, :]
-    q_ok = row_ok[:, None] & (e[None, :] < E)
+    slot, flat, row_ok, q_at, q_ok = _query_rows(g, K, H, G, E, MP, EP)
     # an invalid block has end < 0: nothing is visible, and its output stays zero
     if end < 0:
         tl.store(out_ptr + q_at, tl.zeros([MP, EP], tl.float32).to(out_ptr.dtype.element_ty), mask=q_ok)
@@ -80,9 +104,7 @@ def _forward_kernel(
     else:
         q = tl.load(q_ptr + q_at, mask=q_ok, other=0.0)
         # the own block first: every query sees its own slot, so the running maximum is finite from here on
-        i = tl.arange(0, KP)
-        own_at = (i * G + g)[:, None] * E + e[None, :]
-        own_ok = (i[:, None] < K) & (e[None, :] < E)
+        i, own_at, own_ok = _own_rows(g, K, G, E, KP, EP)
         k_own = tl.load(kb_ptr + own_at, mask=own_ok, other=0.0)
         v_own = tl.load(vb_ptr + own_at, mask=own_ok, other=0.0)
         s_own = tl.dot(q, tl.trans(k_own), input_precision="ieee") * scale
@@ -91,16 +113,11 @@ def _forward_kernel(
         p_own = tl.exp(s_own - top[:, None])
         total = tl.sum(p_own, axis=1)
         acc = tl.dot(p_own.to(v_own.dtype), v_own, input_precision="ieee")
-        at = (tl.arange(0, N) * G + g)[:, None] * E + e[None, :]
         lo = start
         if WINDOW > 0:
             lo = tl.maximum(start, end - WINDOW + 1)
         for first in range(lo, end, N):
-            rows = first + tl.arange(0, N)
-            tile = tl.cast(first, tl.int64) * (G * E)
-            ok = (rows[:, None] < end) & (e[None, :] < E)
-            k = tl.load(kc_ptr + tile + at, mask=ok, other=0.0)
-            v = tl.load(vc_ptr + tile + at, mask=ok, other=0.0)
+            rows, k, v = _context_tile(kc_ptr, vc_ptr, first, end, g, G, E, EP, N)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             s = tl.where(_context_hidden(rows, slot, start, end, WINDOW), -float("inf"), s)
             new = tl.maximum(top, tl.max(s, axis=1))
@@ -124,7 +141,6 @@ def _backward_block_kernel(
     g = tl.program_id(1)
     start = tl.load(start_ptr + a).to(tl.int32)
     end = tl.load(end_ptr + a).to(tl.int32)
-    R: tl.constexpr = H // G
     q_ptr += a * (K * H * E)
     grad_ptr += a * (K * H * E)
     gq_ptr += a * (K * H * E)
@@ -134,13 +150,8 @@ def _backward_block_kernel(
     vb_ptr += a * (K * G * E)
     gkb_ptr += a * (K * G * E)
     gvb_ptr += a * (K * G * E)
-    slot, flat, row_ok = _query_rows(g, K, H, R, MP)
-    e = tl.arange(0, EP)
-    q_at = flat[:, None] * E + e[None, :]
-    q_ok = row_ok[:, None] & (e[None, :] < E)
-    i = tl.arange(0, KP)
-    own_at = (i * G + g)[:, None] * E + e[None, :]
-    own_ok = (i[:, None] < K) & (e[None, :] < E)
+    slot, flat, row_ok, q_at, q_ok = _query_rows(g, K, H, G, E, MP, EP)
+    i, own_at, own_ok = _own_rows(g, K, G, E, KP, EP)
     if end < 0:
         tl.store(gq_ptr + q_at, tl.zeros([MP, EP], tl.float32).to(gq_ptr.dtype.element_ty), mask=q_ok)
         zero = tl.zeros([KP, EP], tl.float32).to(gkb_ptr.dtype.element_ty)
@@ -162,16 +173,11 @@ def _backward_block_kernel(
         tl.store(gvb_ptr + own_at, gvb.to(gvb_ptr.dtype.element_ty), mask=own_ok)
         tl.store(gkb_ptr + own_at, gkb.to(gkb_ptr.dtype.element_ty), mask=own_ok)
         gq = tl.dot(ds_own.to(k_own.dtype), k_own, input_precision="ieee")
-        at = (tl.arange(0, N) * G + g)[:, None] * E + e[None, :]
         lo = start
         if WINDOW > 0:
             lo = tl.maximum(start, end - WINDOW + 1)
         for first in range(lo, end, N):
-            rows = first + tl.arange(0, N)
-            tile = tl.cast(first, tl.int64) * (G * E)
-            ok = (rows[:, None] < end) & (e[None, :] < E)
-            k = tl.load(kc_ptr + tile + at, mask=ok, other=0.0)
-            v = tl.load(vc_ptr + tile + at, mask=ok, other=0.0)
+            rows, k, v = _context_tile(kc_ptr, vc_ptr, first, end, g, G, E, EP, N)
             s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             p = tl.where(_context_hidden(rows, slot, start, end, WINDOW), 0.0, tl.exp(s - lse[:, None]))
             ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None]) * scale
@@ -188,7 +194,6 @@ def _backward_rows_kernel(
 ):  # fmt: skip
     tile = tl.program_id(0)
     g = tl.program_id(1)
-    R: tl.constexpr = H // G
     e = tl.arange(0, EP)
     rows = tile * N + tl.arange(0, N)
     base = tile.to(tl.int64) * (N * G * E)
@@ -196,9 +201,7 @@ def _backward_rows_kernel(
     ok = (rows[:, None] < S) & (e[None, :] < E)
     k = tl.load(kc_ptr + base + at, mask=ok, other=0.0)
     v = tl.load(vc_ptr + base + at, mask=ok, other=0.0)
-    slot, flat, row_ok = _query_rows(g, K, H, R, MP)
-    q_at = flat[:, None] * E + e[None, :]
-    q_ok = row_ok[:, None] & (e[None, :] < E)
+    slot, flat, row_ok, q_at, q_ok = _query_rows(g, K, H, G, E, MP, EP)
     gk = tl.zeros([N, EP], tl.float32)
     gv = tl.zeros([N, EP], tl.float32)
     for n in range(tl.load(first_ptr + tile), tl.load(last_ptr + tile)):
