@@ -40,7 +40,7 @@ def test_the_store_survives_a_host_a_cable_and_the_driver(cluster, folder):
     corpus(folder, ROWS)
     undisturbed = hosts.python("store", WRITE_STORE, str(folder / "kept.toml"), str(folder / "alone"), timeout=200)
     undisturbed = undisturbed.strip().splitlines()[-1]
-    first = cluster.submit("first", "first")
+    first = cluster.features("first")
     done = functools.partial(cluster.commits, "store/tiny/")
 
     def more(n):
@@ -68,7 +68,7 @@ def test_the_store_survives_a_host_a_cable_and_the_driver(cluster, folder):
     before = done()
     say(f"ray: killed the driver ({killed} processes) at {before} shards; the job is reported as failed")
     assert killed and first.returncode != 0
-    second = cluster.submit("second", "second")
+    second = cluster.features("second")
     wait_for(lambda: second.poll() is not None, 200, f"the second job: {hosts.log('second')[-2000:]}", 0.5)
     assert second.returncode == 0, hosts.log("second")[-3000:]
     result = cluster.result("data")

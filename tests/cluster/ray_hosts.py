@@ -90,12 +90,14 @@ class RayHosts:
         """Shards committed below a prefix of the bucket."""
         return int(self.hosts.python("store", LIST, prefix))
 
-    def submit(self, job: str, log: str, *words: str):
-        """`python -m infra submit` on the laptop, which follows the job's log and ends with it."""
-        command = [sys.executable, "-m", "infra", "submit", "features", "--on", "ray", "--profile", "ray.toml"]
-        command += ["--submission-id", job, "MODEL=tiny", f"CORPUS={self.folder}/kept.toml"]
-        return self.hosts.start(
-            "laptop", [*command, "ray.actors=2", "ray.cpus_per_actor=1", *words], log, **self.laptop
+    def submit(self, what: str, job: str, *words: str):
+        """`python -m infra submit` on the laptop, which follows the job's log (`<job>.log`) and ends with it."""
+        command = [sys.executable, "-m", "infra", "submit", what, "--on", "ray", "--profile", "ray.toml"]
+        return self.hosts.start("laptop", [*command, "--submission-id", job, "MODEL=tiny", *words], job, **self.laptop)
+
+    def features(self, job: str, *words: str):
+        return self.submit(
+            "features", job, f"CORPUS={self.folder}/kept.toml", "ray.actors=2", "ray.cpus_per_actor=1", *words
         )
 
     def result(self, data_root: str) -> dict:
