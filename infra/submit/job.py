@@ -15,7 +15,7 @@ What = Literal["features", "train", "eval"]
 # words of the Makefile -> options of each command line
 OPTIONS: dict[str, dict[str, str]] = {
     "features": {"MODEL": "--model", "CORPUS": "--corpus", "RUN": "--run"},
-    "train": {"MODEL": "--model", "RECIPE": "--recipe", "STAGE": "--stage"},
+    "train": {"MODEL": "--model", "RECIPE": "--recipe", "STAGE": "--stage", "INIT": "--init"},
     "eval": {"MODEL": "--model", "DRAFTER": "--drafter", "SUITES": "--suites-from", "LIMIT": "--limit"},
 }
 MODULE = {"features": "pipeline", "train": "trainer", "eval": "eval"}
