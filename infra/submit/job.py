@@ -108,7 +108,7 @@ def _store(what: What, overrides: list[str], profile: Profile) -> list[str]:
     if what == "features":
         return [] if profile.store == "store" else [f"store_root={profile.store}"]
     key = "data.store" if what == "train" else "store"
-    if "://" in profile.store and not any(o.startswith(f"{key}=") for o in overrides):
+    if profile.store != "store" and not any(o.startswith(f"{key}=") for o in overrides):
         raise ConfigError(
             f"the profile's store is {profile.store}, where {what} cannot look for the newest one; add {key}= with the "
             "address that the features job printed"
