@@ -24,7 +24,7 @@ from features.teacher import compact_teacher
 from features.writer import DocumentFeatures, create_store
 
 STORIES = Path("../shared/models/stories260K")
-BATCH = 128
+BATCH = 384
 PROMPT_TOKENS = (6, 24)
 """shortest and longest prompt, the first token included"""
 MAX_TOKENS = 224
@@ -120,7 +120,7 @@ def _first(target: Target) -> torch.Tensor:
     bos = target.tokenizer.bos_token_id
     if bos is not None:
         return torch.full((BATCH, 1), bos, device=target.device)
-    return torch.arange(65, 65 + BATCH, device=target.device)[:, None] % 128
+    return torch.arange(BATCH, device=target.device)[:, None] % 26 + 65
 
 
 @torch.inference_mode()
