@@ -64,8 +64,12 @@ def evaluate(cfg: EvalConfig) -> dict[str, Any]:
     drafters = load_drafters(cfg, target, folders)
     if cfg.engine:
         check_engine(cfg, drafters[AFTER])
-    if cfg.max_new_tokens is None:
-        cfg = cfg.model_copy(update={"max_new_tokens": 128 if target.device.type == "cpu" else 2048})
+    for_device = (
+        {"max_new_tokens": 128, "batch_size": 8}
+        if target.device.type == "cpu"
+        else {"max_new_tokens": 2048, "batch_size": 1}
+    )
+    cfg = cfg.model_copy(update={k: v for k, v in for_device.items() if getattr(cfg, k) is None})
     store = open_store(cfg, target) if HELDOUT in cfg.suites else None
     suites = load_suites(cfg, store)
     settings = DecodeSettings(
