@@ -6,13 +6,13 @@ held-out set) or drawn at temperature 1 (the other held-out set).
 Legend: B texts of one batch, S tokens, L taps, D hidden size, V vocabulary.
 """
 
-import sys
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
+import pyarrow.parquet as pq
 import tomli_w
 import torch
 
@@ -22,9 +22,10 @@ from features.spec import FeatureSpec, store_path
 from features.target import Target
 from features.teacher import compact_teacher
 from features.writer import DocumentFeatures, create_store
+from infra.progress import Progress
 
 STORIES = Path("../shared/models/stories260K")
-BATCH = 384
+BATCH = 256
 PROMPT_TOKENS = (6, 24)
 """shortest and longest prompt, the first token included"""
 MAX_TOKENS = 224
@@ -59,16 +60,13 @@ def make_store(target: Target, root: Path, *, train: int, heldout: int, sampled:
     Args:
         sampled: answers drawn at temperature 1 instead of greedy ones.
     """
-    name = f"{'sampled' if sampled else 'greedy'}-{train}-{heldout}-{seed}"
-    documents = root / f"{name}.parquet"
-    if documents.is_file():
-        table = pa.parquet.read_table(documents)
-    else:
-        print(f"{train + heldout} {'sampled' if sampled else 'greedy'} texts of {target.config.name}", file=sys.stderr)
-        rows = list(_texts(target, train, heldout, sampled, seed))
-        table = pa.Table.from_pylist(rows, schema=DOCUMENT_SCHEMA)
+    kind = "sampled" if sampled else "greedy"
+    documents = root / f"{kind}-{train}-{heldout}-{seed}.parquet"
+    if not documents.is_file():
         root.mkdir(parents=True, exist_ok=True)
-        pa.parquet.write_table(table, documents)
+        rows = _texts(target, root / f"{kind}-{seed}", train, heldout, sampled, seed)
+        pq.write_table(pa.Table.from_pylist(rows, schema=DOCUMENT_SCHEMA), documents)
+    table = pq.read_table(documents)
     spec = FeatureSpec(
         target=target.config.name,
         **target.source_identity(),
@@ -87,32 +85,50 @@ def make_store(target: Target, root: Path, *, train: int, heldout: int, sampled:
     return FeatureStore.open(store_path(str(root), spec.target, spec))
 
 
-def _texts(target: Target, train: int, heldout: int, sampled: bool, seed: int) -> Iterator[dict]:
+def _texts(target: Target, parts: Path, train: int, heldout: int, sampled: bool, seed: int) -> list[dict]:
+    """Documents of distinct texts, held-out ones first (a prompt and a longer one may have the same greedy text). Batches are kept in `parts`: a killed run goes on."""
+    rows: dict[tuple[int, ...], dict] = {}
+    with Progress(train + heldout, "texts", "texts") as progress:
+        for batch in itertools.count():
+            part = parts / f"batch-{batch:04d}.parquet"
+            if not part.is_file():
+                parts.mkdir(parents=True, exist_ok=True)
+                made = _batch(target, sampled, seed * 100_003 + batch)
+                pq.write_table(pa.Table.from_pylist(made, schema=DOCUMENT_SCHEMA), part.with_suffix(".tmp"))
+                part.with_suffix(".tmp").rename(part)
+            for row in pq.read_table(part).to_pylist():
+                if len(rows) < train + heldout:
+                    row["split"] = "heldout" if len(rows) < heldout else "train"
+                    rows.setdefault(tuple(row["token_ids"]), row)
+            progress.update(len(rows) - progress.done)
+            if len(rows) == train + heldout:
+                return list(rows.values())
+
+
+def _batch(target: Target, sampled: bool, seed: int) -> list[dict]:
     generator = torch.Generator(device=target.device).manual_seed(seed)
-    seen: set[bytes] = set()
-    made = 0
-    while made < train + heldout:
-        length = int(torch.randint(*PROMPT_TOKENS, (1,), generator=generator, device=target.device))
-        prompts = _continue(target, _first(target), length - 1, 1.0, generator)
-        texts = _continue(target, prompts, target.config.max_length - length, float(sampled), generator)
-        for tokens in texts.cpu().numpy().astype(np.int32):
-            stops = np.flatnonzero(np.isin(tokens[1:], list(target.stop_ids))) + 1
-            end = int(stops[0]) + 1 if len(stops) else len(tokens)
-            key = tokens[:length].tobytes()
-            if end < length + 8 or key in seen or made == train + heldout:
-                continue  # ended within the prompt, or said before
-            seen.add(key)
-            mask = np.zeros(end, np.uint8)
-            mask[length:] = 1
-            yield {
+    length = int(torch.randint(*PROMPT_TOKENS, (1,), generator=generator, device=target.device))
+    prompts = _continue(target, _first(target), length - 1, 1.0, generator)
+    texts = _continue(target, prompts, target.config.max_length - length, float(sampled), generator)
+    out = []
+    for tokens in texts.cpu().numpy().astype(np.int32):
+        stops = np.flatnonzero(np.isin(tokens[1:], list(target.stop_ids))) + 1
+        end = int(stops[0]) + 1 if len(stops) else len(tokens)
+        if end < length + 8:
+            continue  # ended within the prompt or right behind it
+        mask = np.zeros(end, np.uint8)
+        mask[length:] = 1
+        out.append(
+            {
                 "document": document_id(tokens[:end], mask),
                 "token_ids": tokens[:end].tolist(),
                 "loss_mask": mask.tolist(),
                 "source": "study",
-                "split": "train" if made < train else "heldout",
+                "split": "train",
                 "prompt_length": length,
             }
-            made += 1
+        )
+    return out
 
 
 def _first(target: Target) -> torch.Tensor:
