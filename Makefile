@@ -56,7 +56,7 @@ ui: install ## [PORT=]: the MLflow pages on http://127.0.0.1:5000
 	@$(PY) -m infra ui --port $(PORT)
 
 test: install ## the complete test suite, on a CPU
-	@$(PY) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: install ## PART=features|pipeline|train-step|trainer|kernels|replay: ratios against named opponents into runs/bench/
 	@$(PY) -m infra bench "$(PART)" $(ARGS)

@@ -20,6 +20,20 @@ SHARED = ROOT.parent / "shared"
 sys.path.insert(0, str(ROOT))
 
 
+SECONDS = {"ray": 30.0, "spawn": 20.0, "slow": 10.0}
+"""rough times of a test by its marker"""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest files first, so that no process is left alone with one at the end (xdist deals files out in order)."""
+    seconds: dict[Path, float] = {}
+    for item in items:
+        longest = max((SECONDS.get(mark.name, 0.0) for mark in item.iter_markers()), default=0.0)
+        seconds[item.path] = seconds.get(item.path, 0.0) + max(longest, 0.2)
+    items.sort(key=lambda item: -seconds[item.path])  # stable: the order within a file stays
+
+
 @pytest.fixture
 def root() -> Path:
     """The repository."""
