@@ -18,7 +18,7 @@ SMALL_BYTES = 256 * 1024
 
 
 class Buffers:
-    """Reserve of at most `limit_bytes` of unused memory; what is in use is not limited."""
+    """Reserve of at most `limit_bytes` of unused memory, or one block; what is in use is not limited."""
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
@@ -34,7 +34,10 @@ class Buffers:
             at = bisect.bisect_left(self.free, (nbytes,))
             block = self.free.pop(at)[2] if at < len(self.free) else None
         if block is None:
-            block = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # Up to a quarter larger, so that the block serves the next document of about this size too; pages that no
+            # tensor has reached yet take no memory.
+            unit = 1 << max(nbytes.bit_length() - 3, 12)
+            block = mmap.mmap(-1, -(-nbytes // unit) * unit, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 block.madvise(mmap.MADV_HUGEPAGE)
         lease = (ctypes.c_char * nbytes).from_buffer(block)  # what the tensor keeps alive
@@ -44,5 +47,5 @@ class Buffers:
     def _give_back(self, block: mmap.mmap) -> None:
         with self.lock:
             bisect.insort(self.free, (len(block), id(block), block))
-            while sum(size for size, _, _ in self.free) > self.limit_bytes:
+            while len(self.free) > 1 and sum(size for size, _, _ in self.free) > self.limit_bytes:
                 self.free.pop(0)  # the smallest: a large block serves small tensors, but not the other way round

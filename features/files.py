@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from infra.errors import StoreError
 
-BUFFER_BYTES = 16 * 2**20  # of one part of an upload
+PART_BYTES = 16 * 2**20  # of an upload
 IOV = 512  # buffers per writev; the kernel's limit is 1024
 
 
@@ -26,7 +28,7 @@ class Files(Protocol):
     def read(self, path: str) -> bytes: ...  # FileNotFoundError when absent
     def write(self, path: str, data: bytes) -> None: ...
     def create(self, path: str, data: bytes) -> bool: ...  # False when the path exists already
-    def open_parts(self, path: str) -> "Parts": ...
+    def open_parts(self, path: str, nbytes: int) -> "Parts": ...  # of `nbytes` in the end
     def list(self, prefix: str) -> list[str]: ...  # every path below the folder, sorted
     def size(self, path: str) -> int | None: ...
     def move(self, source: str, destination: str) -> None: ...  # replaces; FileNotFoundError when absent
@@ -34,9 +36,9 @@ class Files(Protocol):
 
 
 class Parts(Protocol):
-    """An object that is written piece by piece."""
+    """An object that is written piece by piece, in any order, from any thread."""
 
-    def write(self, parts: Sequence[Any]) -> None: ...  # buffers, one after another
+    def write(self, offset: int, parts: Sequence[Any]) -> None: ...  # buffers, one after another from `offset` on
     def close(self) -> None: ...
     def abandon(self) -> None: ...
 
@@ -88,7 +90,7 @@ class LocalFiles:
             _fsync_folder((self.root / path).parent)
         return True
 
-    def open_parts(self, path: str) -> "LocalParts":
+    def open_parts(self, path: str, nbytes: int) -> "LocalParts":
         full = self.root / path
         full.parent.mkdir(parents=True, exist_ok=True)
         return LocalParts(full, self.fsync)
@@ -197,8 +199,8 @@ class ObjectFiles:
                 return False
         return True
 
-    def open_parts(self, path: str) -> "ObjectParts":
-        return ObjectParts(self, path)
+    def open_parts(self, path: str, nbytes: int) -> "ObjectParts":
+        return ObjectParts(self, path, nbytes)
 
     def list(self, prefix: str) -> list[str]:
         import obstore
@@ -234,12 +236,13 @@ class LocalParts:
         self.fsync = fsync
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
-    def write(self, parts: Sequence[Any]) -> None:
+    def write(self, offset: int, parts: Sequence[Any]) -> None:
         views = [memoryview(p).cast("B") for p in parts]
         for i in range(0, len(views), IOV):
             group = views[i : i + IOV]
             while group:
-                written = os.writev(self.fd, group)
+                written = os.pwritev(self.fd, group, offset)
+                offset += written
                 while group and written >= group[0].nbytes:
                     written -= group.pop(0).nbytes
                 if written:
@@ -259,21 +262,24 @@ class LocalParts:
 
 
 class ObjectParts:
-    """One PUT when the object is small, a multipart upload otherwise; invisible before `close`."""
+    """Held in memory until `close` sends it: one PUT when it is small, otherwise parts of it at once."""
 
-    def __init__(self, files: ObjectFiles, path: str):
-        import obstore
+    def __init__(self, files: ObjectFiles, path: str, nbytes: int):
+        self.files, self.path, self.data = files, path, np.zeros(nbytes, np.uint8)
 
-        self.writer = obstore.open_writer(files.store, path, buffer_size=BUFFER_BYTES)
-
-    def write(self, parts: Sequence[Any]) -> None:
-        self.writer.write(b"".join(parts))
+    def write(self, offset: int, parts: Sequence[Any]) -> None:
+        for part in parts:
+            flat = np.frombuffer(part, np.uint8)
+            self.data[offset : offset + len(flat)] = flat
+            offset += len(flat)
 
     def close(self) -> None:
-        self.writer.close()
+        import obstore
+
+        obstore.put(self.files.store, self.path, memoryview(self.data), chunk_size=PART_BYTES)
 
     def abandon(self) -> None:
-        del self.writer
+        self.data = np.empty(0, np.uint8)
 
 
 def _fsync_folder(folder: Path) -> None:

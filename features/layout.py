@@ -17,10 +17,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
 import numpy as np
 
 from features.spec import FeatureSpec
+from features.threads import crc32c
 from infra.errors import StoreError
 from infra.provenance import sha256_hex
 
@@ -160,7 +160,7 @@ def decode_index(layout: ArrayLayout, tail: bytes, object_bytes: int, where: str
         StoreError: the index is damaged or points outside the object.
     """
     stored = int.from_bytes(tail[-4:], "little")
-    if len(tail) != layout.index_bytes or google_crc32c.value(tail[:-4]) != stored:
+    if len(tail) != layout.index_bytes or crc32c(tail[:-4]) != stored:
         raise damaged(where, "its chunk index does not match its checksum")
     raw = np.frombuffer(tail, "<u8", count=2 * layout.num_chunks).reshape(-1, 2)
     absent = raw[:, 0] == ABSENT
@@ -185,5 +185,5 @@ def check_chunk(chunk: np.ndarray, crc: bytes, where: str, number: int) -> None:
     Raises:
         StoreError: the chunk's bytes do not match their crc32c.
     """
-    if google_crc32c.value(chunk) != int.from_bytes(crc, "little"):
+    if crc32c(chunk) != int.from_bytes(crc, "little"):
         raise damaged(where, f"chunk {number} does not match its checksum")

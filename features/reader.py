@@ -15,7 +15,6 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +31,11 @@ from features.plan import num_shards
 from features.precision import LOAD_DTYPE, decode_fp8
 from features.shard_object import ShardObject, Verify
 from features.spec import FeatureSpec, no_store, parse_spec
+from features.threads import Helpers
 from features.writer import read_plan, rejects_table
 from infra.errors import StoreError
 
-RESERVE_BYTES = 128 * 2**20  # what dropped features leave for the next; 3,072 tokens at D = 4096 take 126 MB
+RESERVE_BYTES = 256 * 2**20  # what dropped features leave for the next; 3,072 tokens at D = 4096 take 126 MB
 MAX_HANDLES = 128  # open shard objects per reader; the usual limit of a process is 1,024 files
 
 
@@ -226,7 +226,7 @@ class FeatureStore:
                 return handle
         commit = self._commits[shard]
         # Two threads may open one object at once; the second replaces the first.
-        handle = ShardObject(self.files, self.layouts[name], commit, self._checked, self._checker)
+        handle = ShardObject(self.files, self.layouts[name], commit, self._checked, self._helpers)
         with self._lock:
             self._handles[key] = handle
             while len(self._handles) > MAX_HANDLES:
@@ -240,8 +240,7 @@ class FeatureStore:
         self._lock = threading.Lock()
         self._handles: OrderedDict[tuple[str, int], ShardObject] = OrderedDict()
         self.buffers = Buffers(RESERVE_BYTES)
-        # its thread starts with the first use
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="store-checker")
+        self._helpers = Helpers("store-reader")
         self._checked: dict[tuple[str, int], int] = {}  # bit i: chunk i was found intact by this reader
         self.files = open_files(self.uri)
         self._foreign: dict[str, Any] | None = None
@@ -265,7 +264,7 @@ class FeatureStore:
         return foreign
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("files", "buffers", "_checker", "_lock", "_handles", "_checked", "_pid", "_foreign")
+        mine = ("files", "buffers", "_helpers", "_lock", "_handles", "_checked", "_pid", "_foreign")
         return {k: v for k, v in self.__dict__.items() if k not in mine}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,24 +1,23 @@
-"""One shard object: reading rows of it, and writing it while its rows still arrive."""
+"""One shard object: reading rows of it, and writing it piece by piece."""
 
+import functools
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Literal
 
-import google_crc32c
 import numpy as np
 
 from features.commits import Commit, attempt_path
-from features.files import IOV, Files, LocalFiles, ObjectFiles, Parts
+from features.files import IOV, Files, LocalFiles, ObjectFiles
 from features.layout import ABSENT, ArrayLayout, ObjectRecord, check_chunk, damaged, decode_index, object_digest
+from features.threads import Helpers, crc32c
 
 Verify = Literal["first_touch", "always", "never"]
 SMALL_OBJECT_BYTES = 256 * 1024
 """remote objects up to this size come in one request (token ids of 32,768 tokens: 128 kB)"""
-CHECK_BYTES = 2 * 2**20
-"""checked by another thread while the next ones are read: few hand-overs, and still in the cache"""
-GROUP_BYTES = 4 * 2**20
-"""bytes handed to the kernel at once: enough to make a call cheap, few enough to be still in the cache"""
+JOB_BYTES = 2 * 2**20
+"""read or written at once by one thread: enough to make calls cheap, few enough to be checked in the cache"""
 
 
 class ShardObject:
@@ -30,16 +29,16 @@ class ShardObject:
         layout: ArrayLayout,
         commit: Commit,
         checked: dict[tuple[str, int], int],
-        checker: ThreadPoolExecutor,
+        helpers: Helpers,
     ):
         """
         Args:
             checked: per (array, shard) the chunks found intact so far, one bit each; shared with the reader.
-            checker: thread that verifies chunks while this one reads on.
+            helpers: threads that take a part of a large read.
         Raises:
             StoreError: the object is gone, has another size than its commit says, or a damaged index.
         """
-        self.files, self.layout, self.checked, self.checker = files, layout, checked, checker
+        self.files, self.layout, self.checked, self.helpers = files, layout, checked, helpers
         self.key = (layout.name, commit.shard)
         self.path = layout.key(commit.shard)
         self.fd = -1
@@ -80,37 +79,38 @@ class ShardObject:
         """Bytes of rows [first, first + count) into `out` (uint8, flat)."""
         c, row_bytes, size = self.layout.chunk_tokens, self.layout.row_bytes, self.layout.chunk_bytes
         checked = self.checked.get(self.key, 0) if verify == "first_touch" else 0
-        reads: list[tuple[int, list[Any]]] = []  # (offset in the object, buffers)
-        checks: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, int]] = []
-        behind: list[Future[None]] = []
-        try:
-            # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
-            for i in range(first // c, -(-(first + count) // c)):
-                lo, hi = max(first, i * c), min(first + count, (i + 1) * c)
-                part = out[(lo - first) * row_bytes : (hi - first) * row_bytes]
-                offset = self.index[i]
-                if offset < 0:
-                    part[:] = 0
-                elif verify == "never" or checked >> i & 1:
-                    self._append(reads, offset + (lo - i * c) * row_bytes, [part])
-                else:
-                    whole = part if len(part) == size else np.empty(size, np.uint8)
-                    crc = np.empty(4, np.uint8)
-                    self._append(reads, offset, [whole, crc])
-                    checks.append((i, whole, crc, part, (lo - i * c) * row_bytes))
-                    if self.fd >= 0 and len(checks) * size >= CHECK_BYTES:  # checked while it is in the cache
-                        self._read(reads)
-                        behind.append(self.checker.submit(self._check, checks))
-                        reads, checks = [], []
-                    checked |= 1 << i
-            self._read(reads)
-            self._check(checks)
-        finally:
-            wait(behind)  # after an error too: they write into `out`
-        for future in behind:
-            future.result()
+        jobs, reads, checks, waiting = [], [], [], 0
+        # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
+        for i in range(first // c, -(-(first + count) // c)):
+            lo, hi = max(first, i * c), min(first + count, (i + 1) * c)
+            part = out[(lo - first) * row_bytes : (hi - first) * row_bytes]
+            offset = self.index[i]
+            if offset < 0:
+                part[:] = 0
+            elif verify == "never" or checked >> i & 1:
+                self._append(reads, offset + (lo - i * c) * row_bytes, [part])
+            else:
+                whole = part if len(part) == size else np.empty(size, np.uint8)
+                crc = np.empty(4, np.uint8)
+                self._append(reads, offset, [whole, crc])
+                checks.append((i, whole, crc, part, (lo - i * c) * row_bytes))
+                checked |= 1 << i
+            waiting += len(part)
+            if self.fd >= 0 and waiting >= JOB_BYTES:
+                jobs.append(functools.partial(self._read_and_check, reads, checks))
+                reads, checks, waiting = [], [], 0
+        jobs.append(functools.partial(self._read_and_check, reads, checks))
+        self.helpers.run(jobs)
         if verify == "first_touch":
             self.checked[self.key] = self.checked.get(self.key, 0) | checked
+
+    def _read_and_check(self, reads: list[tuple[int, list[Any]]], checks: list[tuple[Any, ...]]) -> None:
+        """`reads`: (offset in the object, buffers); `checks`: (chunk, bytes, crc, wanted part, bytes to skip)."""
+        self._read(reads)
+        for i, whole, crc, part, skip in checks:
+            check_chunk(whole, crc, self.where, i)
+            if whole is not part:
+                part[:] = whole[skip : skip + len(part)]
 
     def _append(self, reads: list[tuple[int, list[Any]]], offset: int, buffers: list[Any]) -> None:
         """Add a read, to the last one where at most a checksum lies between: few calls for a whole document."""
@@ -121,12 +121,6 @@ class ShardObject:
                 last += [*([bytearray(4)] if gap else []), *buffers]
                 return
         reads.append((offset, buffers))
-
-    def _check(self, checks: list[tuple[int, np.ndarray, np.ndarray, np.ndarray, int]]) -> None:
-        for i, whole, crc, part, skip in checks:
-            check_chunk(whole, crc, self.where, i)
-            if whole is not part:
-                part[:] = whole[skip : skip + len(part)]
 
     def _read(self, reads: list[tuple[int, list[Any]]]) -> None:
         """Fill the buffers of each read with the object's bytes from its offset on."""
@@ -153,59 +147,61 @@ class ShardObject:
 
 
 class ShardObjectWriter:
-    """Writes chunks, checksums and index in order, behind the copy of the next rows: in `pool`, of one thread."""
+    """One shard object being written: its chunks in any order and from any thread, index and checksums last."""
 
-    def __init__(self, files: Files, path: str, layout: ArrayLayout, pool: ThreadPoolExecutor):
-        self.files, self.path, self.layout, self.pool = files, path, layout, pool
-        self.sent = 0  # chunks handed to the pool
-        self.crcs: list[int] = []
-        self.waiting: list[Future[None]] = []
-        self.out: Parts | None = None
+    def __init__(self, files: Files, path: str, layout: ArrayLayout, used: int):
+        """
+        Args:
+            used: planned rows; chunks wholly behind them are absent.
+        """
+        self.files, self.path, self.layout, self.used = files, path, layout, used
+        count = layout.rows_to_hold(used) // layout.chunk_tokens
+        self.crcs = np.zeros(count, "<u4")
+        self.parts: dict[int, tuple[np.ndarray, int]] = {}  # chunk -> bytes so far, rows that are still to come
+        self.lock = threading.Lock()
+        self.out = files.open_parts(path, count * (layout.chunk_bytes + 4) + layout.index_bytes)
 
-    def ready(self, rows: np.ndarray, until: int) -> None:
-        """Rows [0, until) of the shard's buffer will not change any more."""
-        chunks = until // self.layout.chunk_tokens
-        if (chunks - self.sent) * self.layout.chunk_bytes >= GROUP_BYTES:
-            self._send(rows, chunks)
+    def write(self, first: int, data: np.ndarray) -> None:
+        """Whole chunks from number `first` on, contiguous; again where a chunk is to be replaced."""
+        size, flat, parts = self.layout.chunk_bytes, _bytes_of(data), []
+        for i in range(len(flat) // size):
+            chunk = flat[i * size : (i + 1) * size]
+            self.crcs[first + i] = crc = crc32c(chunk)
+            parts += [chunk, crc.to_bytes(4, "little")]
+        self.out.write(first * (size + 4), parts)
 
-    def close(self, rows: np.ndarray, used: int) -> ObjectRecord:
-        """Write what is left of `used` rows (zeros up to the end of the last chunk) and the index."""
-        held = self.layout.rows_to_hold(used)
-        rows[used:held] = 0
-        self._send(rows, held // self.layout.chunk_tokens)
-        for future in self.waiting:
-            future.result()
-        size, count = self.layout.chunk_bytes + 4, self.sent
+    def put(self, row: int, data: np.ndarray) -> None:
+        """Rows from `row` on that lie in one chunk, which is written when its last rows have come; each row once."""
+        c, flat = self.layout.chunk_tokens, _bytes_of(data)
+        chunk, at = divmod(row, c)
+        with self.lock:
+            buffer, left = self.parts.pop(chunk, (None, min(c, self.used - chunk * c)))
+            buffer = np.zeros(self.layout.chunk_bytes, np.uint8) if buffer is None else buffer
+            buffer[at * self.layout.row_bytes :][: len(flat)] = flat
+            left -= len(flat) // self.layout.row_bytes
+            if left:
+                self.parts[chunk] = buffer, left
+        if not left:
+            self.write(chunk, buffer)
+
+    def close(self) -> ObjectRecord:
+        """Write the index."""
+        assert not self.parts
+        size, count = self.layout.chunk_bytes + 4, len(self.crcs)
         index = np.full((self.layout.num_chunks, 2), ABSENT, "<u8")
         index[:count, 0] = np.arange(count, dtype=np.uint64) * size
         index[:count, 1] = size
         tail = index.tobytes()
-        tail += google_crc32c.value(tail).to_bytes(4, "little")
-        self.out.write([tail])
+        tail += crc32c(tail).to_bytes(4, "little")
+        self.out.write(count * size, [tail])
         self.out.close()
-        return ObjectRecord(count * size + len(tail), object_digest(np.array(self.crcs, "<u4"), tail))
+        return ObjectRecord(count * size + len(tail), object_digest(self.crcs, tail))
 
     def abandon(self) -> None:
         """Drop what was written."""
-        for future in self.waiting:
-            future.cancel()
-        self.pool.submit(lambda: None).result()  # the last group in flight has ended
-        if self.out is not None:
-            self.out.abandon()
-            self.files.remove(self.path)
+        self.out.abandon()
+        self.files.remove(self.path)
 
-    def _send(self, rows: np.ndarray, chunks: int) -> None:
-        flat, per_group = rows.reshape(-1).view(np.uint8), max(1, GROUP_BYTES // self.layout.chunk_bytes)
-        for a in range(self.sent, chunks, per_group):
-            self.waiting.append(self.pool.submit(self._write, flat, a, min(a + per_group, chunks)))
-        self.sent = chunks
 
-    def _write(self, flat: np.ndarray, first: int, last: int) -> None:
-        if self.out is None:
-            self.out = self.files.open_parts(self.path)
-        size, parts = self.layout.chunk_bytes, []
-        for i in range(first, last):
-            chunk = flat[i * size : (i + 1) * size]
-            self.crcs.append(google_crc32c.value(chunk))
-            parts += [chunk, self.crcs[-1].to_bytes(4, "little")]
-        self.out.write(parts)
+def _bytes_of(data: np.ndarray) -> np.ndarray:
+    return data.reshape(-1).view(np.uint8)

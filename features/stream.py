@@ -222,7 +222,7 @@ class AnchorStream:
         return self.rows[permuted(np.arange(t * G, (t + 1) * G), len(self.rows), self.cfg.seed, epoch)]
 
     def _plan_step(self, step: int) -> _StepPlan:
-        cfg, m, G, K = self.cfg, self.cfg.documents_per_micro_batch, self.cfg.global_batch, self.cfg.block_size
+        m, G, K = self.cfg.documents_per_micro_batch, self.cfg.global_batch, self.cfg.block_size
         epoch, rows = step // self.steps_per_epoch, self.step_rows(step)
         ids = self.store.documents["document"].take(rows).to_pylist()
         with ThreadPoolExecutor(REMOTE_READS if is_remote(self.store.uri) else 1) as pool:

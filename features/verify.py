@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 
@@ -17,6 +16,7 @@ from features.files import Files, LocalFiles, ObjectFiles, open_files
 from features.layout import ArrayLayout, array_layouts, decode_index, object_digest
 from features.plan import corpus_digest, num_shards
 from features.spec import FeatureSpec, no_store, parse_spec
+from features.threads import crc32c
 from features.writer import array_metadata, read_plan, write_manifest
 from infra.errors import StoreError
 from infra.progress import Progress
@@ -183,7 +183,7 @@ def _check_bytes(files: Files, path: str, size: int, shard: int, layout: ArrayLa
         data = np.frombuffer(b"".join(_blocks(files, path, first, last)), np.uint8)
         for n, i in enumerate(group, start=g):
             at = int(index[i, 0]) - first
-            crcs[n] = google_crc32c.value(data[at : at + layout.chunk_bytes])
+            crcs[n] = crc32c(data[at : at + layout.chunk_bytes])
             if crcs[n] != int.from_bytes(data[at + layout.chunk_bytes :][:4].tobytes(), "little"):
                 return Bad(shard, path, f"chunk {i} does not match its checksum")
     if object_digest(crcs, tail) != digest:

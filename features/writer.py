@@ -9,11 +9,11 @@ Legend: S tokens of a document, L taps, D hidden size, k teacher candidates.
 """
 
 import datetime
+import functools
 import io
 import json
 import uuid
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ import torch
 
 from features import commits as cm
 from features.files import Files, is_remote, open_files
-from features.layout import array_layouts
+from features.layout import ArrayLayout, array_layouts
 from features.plan import PLAN_SCHEMA, corpus_digest, document_id, num_shards
 from features.precision import encode
-from features.shard_object import ShardObjectWriter
+from features.shard_object import JOB_BYTES, ShardObjectWriter
 from features.spec import FeatureSpec, no_store, parse_spec, store_path
+from features.threads import Helpers
 from infra.errors import DataError, SpecMismatch, StoreError
 from infra.provenance import provenance
 
@@ -142,8 +143,9 @@ class StoreWriter:
         self.num_shards = num_shards(self.plan)
         self._shard_of_row = self.plan["shard"].to_numpy()
         self._seen = self._rejected = 0
-        # One shard's rows, kept from shard to shard: fresh memory costs as much time as the copy into it.
-        self._buffers = {n: np.empty((a.shard_tokens, *a.trailing), a.dtype) for n, a in self.layouts.items()}
+        # One shard's rows of all but the hidden states, which go from the document's memory to the file.
+        self._buffers = {n: np.zeros((a.shard_tokens, *a.trailing), a.dtype) for n, a in self._narrow()}
+        self._helpers = Helpers("shard-writer")
 
     def __getstate__(self) -> dict[str, Any]:
         return {"uri": self.uri, "max_reject_share": self.max_reject_share, "fsync": self.fsync}
@@ -182,19 +184,21 @@ class StoreWriter:
             return self._receipt(commit, won=False)
         rows = self.shard_plan(shard).to_pylist()
         attempt = uuid.uuid4().hex[:12]
-        with ThreadPoolExecutor(1, thread_name_prefix="shard-writer") as pool:
-            objects = {
-                n: ShardObjectWriter(self.files, cm.attempt_path(shard, attempt, n), layout, pool)
-                for n, layout in self.layouts.items()
-            }
-            try:
-                rejected = self._fill(shard, rows, documents, objects["hidden"])
-                used = row_end(rows[-1])
-                records = {n: o.close(self._buffers[n], used) for n, o in objects.items()}
-            except Exception:
-                for o in objects.values():
-                    o.abandon()
-                raise
+        objects = {
+            n: ShardObjectWriter(self.files, cm.attempt_path(shard, attempt, n), layout, row_end(rows[-1]))
+            for n, layout in self.layouts.items()
+        }
+        try:
+            rejected = self._fill(shard, rows, documents, objects["hidden"])
+            for name, layout in self._narrow():
+                held = layout.rows_to_hold(row_end(rows[-1]))
+                self._buffers[name][row_end(rows[-1]) : held] = 0
+                objects[name].write(0, self._buffers[name][:held])
+            records = {n: o.close() for n, o in objects.items()}
+        except Exception:
+            for o in objects.values():
+                o.abandon()
+            raise
         gone = {r[0] for r in rejected}
         commit = cm.Commit(
             shard=shard,
@@ -240,9 +244,9 @@ class StoreWriter:
         documents: Iterable[DocumentFeatures],
         hidden: ShardObjectWriter,
     ) -> list[tuple[str, str, str]]:
-        """Put the documents into the buffers, and what is complete from the front on into the hidden states' object."""
+        """Hidden states into their object, the rest into the buffers; what was rejected, as zeros."""
         left = {r["document"]: r for r in rows}
-        rejected, front = [], 0
+        rejected = []
         for d in documents:
             row = left.pop(d.document, None)
             if row is None:
@@ -252,15 +256,21 @@ class StoreWriter:
             at = {n: b[row["start"] : row_end(row)] for n, b in self._buffers.items()}
             try:
                 check_document(d, row, self.spec)
-                self._place(d, at)
+                if not self._write_hidden(hidden, row["start"], d.hidden_SLD, at.get("scale")):
+                    raise Rejected("not_finite", "a hidden state is NaN or infinite, or overflows the storage dtype")
+                at["token_ids"][:] = d.token_ids_S
+                at["loss_mask"][:] = d.loss_mask_S
+                at["target_logprob"][:] = d.target_logprob_S
+                if self.spec.top_k:
+                    at["topk_ids"][:] = d.topk_ids_Sk
+                    at["topk_logprobs"][:] = d.topk_logprobs_Sk
             except Rejected as e:
                 reason, detail = e.args
                 rejected.append((d.document, reason, detail))
+                zeros_SLD = torch.zeros(1, 1, 1).expand(row["length"], self.spec.num_taps, self.spec.hidden_size)
+                self._write_hidden(hidden, row["start"], zeros_SLD, at.get("scale"))
                 for b in at.values():
                     b[:] = 0
-            while front < len(rows) and rows[front]["document"] not in left:
-                front += 1
-            hidden.ready(self._buffers["hidden"], rows[front]["start"] if front < len(rows) else row_end(rows[-1]))
             self._seen += 1
         if left:
             raise StoreError(
@@ -271,15 +281,45 @@ class StoreWriter:
         self._check_rejects(self._rejected, self._seen, least=3)
         return sorted(rejected)
 
-    def _place(self, d: DocumentFeatures, at: dict[str, np.ndarray]) -> None:
-        if not encode(d.hidden_SLD, self.spec.storage_dtype, at["hidden"], at.get("scale")):
-            raise Rejected("not_finite", "a hidden state is NaN or infinite, or overflows the storage dtype")
-        at["token_ids"][:] = d.token_ids_S
-        at["loss_mask"][:] = d.loss_mask_S
-        at["target_logprob"][:] = d.target_logprob_S
-        if self.spec.top_k:
-            at["topk_ids"][:] = d.topk_ids_Sk
-            at["topk_logprobs"][:] = d.topk_logprobs_Sk
+    def _write_hidden(
+        self, hidden: ShardObjectWriter, start: int, hidden_SLD: torch.Tensor, scale_SL: np.ndarray | None
+    ) -> bool:
+        """A document's hidden states as rows from `start` on of the shard; its scales into `scale_SL`.
+
+        Returns:
+            False when a value is not finite; the rows then have to be written once more.
+        """
+        c, n, storage = hidden.layout.chunk_tokens, len(hidden_SLD), self.spec.storage_dtype
+        if hidden_SLD.device.type != "cpu":
+            hidden_SLD = hidden_SLD.cpu()  # in one transfer
+        # Whole chunks go out at once, job by job: encoded, looked at, summed and written while in the cache.
+        # Example, c = 16, start = 10, n = 40: rows 0-5 belong to a chunk shared with the document before, rows 6-37
+        # are two whole chunks, rows 38-39 begin a chunk that the next document goes on with.
+        first = min(-start % c, n)
+        last = max(first, n - (start + n) % c)
+        step = max(1, JOB_BYTES // hidden.layout.chunk_bytes) * c
+        finite: list[bool] = []
+
+        def bits_of(a: int, b: int) -> np.ndarray:
+            bits, scale, fine = encode(hidden_SLD[a:b], storage)
+            finite.append(fine)
+            if scale is not None and scale_SL is not None:
+                scale_SL[a:b] = scale
+            return bits
+
+        def job(a: int, b: int) -> None:
+            hidden.write((start + a) // c, bits_of(a, b))
+
+        self._helpers.run([functools.partial(job, a, min(a + step, last)) for a in range(first, last, step)])
+        edges = [(a, bits_of(a, b)) for a, b in ((0, first), (last, n)) if a < b]
+        if not all(finite):
+            return False
+        for a, bits in edges:  # last, since a shared chunk takes each row once
+            hidden.put(start + a, bits)
+        return True
+
+    def _narrow(self) -> list[tuple[str, ArrayLayout]]:
+        return [(n, a) for n, a in self.layouts.items() if n != "hidden"]
 
     def _check_rejects(self, rejected: int, seen: int, least: int) -> None:
         # One reject among a writer's first few documents is no trend, hence `least`.

@@ -112,19 +112,19 @@ class FragileFiles:
             lambda: self.files.create(path, data), aside and (lambda: aside(path, data[: len(data) // 2]))
         )
 
-    def open_parts(self, path):
-        fragile, parts = self, self.files.open_parts(path)
+    def open_parts(self, path, nbytes):
+        fragile, parts = self, self.files.open_parts(path, nbytes)
         self.left -= 1
         moment = self.moment if self.left == 0 else None
         if moment == "before":
             self.accident()
 
         class Parts:
-            def write(self, buffers):
+            def write(self, offset, buffers):
                 if moment == "middle":
-                    parts.write([bytes(b)[: len(b) // 2] for b in buffers])
+                    parts.write(offset, [bytes(b)[: len(b) // 2] for b in buffers])
                     fragile.accident()
-                parts.write(buffers)
+                parts.write(offset, buffers)
 
             def close(self):
                 parts.close()

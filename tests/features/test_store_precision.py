@@ -51,12 +51,19 @@ def test_what_is_not_finite_is_refused(storage, value):
     hidden[0, 0, :4] = torch.tensor([3.38e38, -3.38e38, -0.0, 1e-45])  # extremes that are fine
     if value is not None:
         hidden[299, 2, 63] = value
-    bits = np.empty(hidden.shape, {"bf16": "<u2", "fp8_e4m3": "|u1", "fp32": "<u4"}[storage])
-    assert encode(hidden, storage, bits, np.empty(hidden.shape[:2], np.float32)) is (value is None)
+    bits, scale_SL, finite = encode(hidden, storage)
+    assert finite is (value is None)
+    assert bits.dtype == {"bf16": "<u2", "fp8_e4m3": "|u1", "fp32": "<u4"}[storage] and bits.shape == hidden.shape
+    assert (scale_SL is not None) == (storage == "fp8_e4m3")
 
 
 def test_overflow_in_bf16_is_refused():
-    assert not encode(torch.full((1, 1, 4), 3.4028e38), "bf16", np.empty((1, 1, 4), "<u2"), None)
+    assert not encode(torch.full((1, 1, 4), 3.4028e38), "bf16")[2]
+
+
+def test_nothing_is_copied_that_has_the_stored_dtype():
+    hidden = with_outliers().bfloat16()
+    assert encode(hidden, "bf16")[0].ctypes.data == hidden.data_ptr()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 256])
