@@ -86,7 +86,10 @@ def make_store(target: Target, root: Path, *, train: int, heldout: int, sampled:
 
 
 def _texts(target: Target, parts: Path, train: int, heldout: int, sampled: bool, seed: int) -> list[dict]:
-    """Documents of distinct texts, held-out ones first (a prompt and a longer one may have the same greedy text). Batches are kept in `parts`: a killed run goes on."""
+    """Documents of distinct texts (two prompts may lead to one greedy text), held-out ones first.
+
+    Batches are kept in `parts`: a killed run goes on.
+    """
     rows: dict[tuple[int, ...], dict] = {}
     with Progress(train + heldout, "texts", "texts") as progress:
         for batch in itertools.count():

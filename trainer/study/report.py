@@ -30,10 +30,10 @@ def difference(row: np.ndarray, base: np.ndarray, seed: int = 0) -> dict[str, An
     both = np.concatenate([row, base], 2).astype(float)  # [seeds, texts, 4]
     whole = both.sum(1)
     point = (whole[:, 0] / whole[:, 1] - whole[:, 2] / whole[:, 3]).mean()
-    drawn = np.empty(RESAMPLES)
-    for i in range(RESAMPLES):
-        picked = both[rng.integers(runs, size=runs)][:, rng.integers(texts, size=texts)].sum(1)
-        drawn[i] = (picked[:, 0] / picked[:, 1] - picked[:, 2] / picked[:, 3]).mean()
+    times = rng.multinomial(texts, np.full(texts, 1 / texts), size=RESAMPLES)  # how often each text is drawn
+    sums = times @ both  # [seeds, resamples, 4]
+    differences = sums[..., 0] / sums[..., 1] - sums[..., 2] / sums[..., 3]
+    drawn = differences[rng.integers(runs, size=(runs, RESAMPLES)), np.arange(RESAMPLES)].mean(0)
     low, high = np.percentile(drawn, [2.5, 97.5])
     better = float((drawn > 0).mean() + 0.5 * (drawn == 0).mean())
     return {"difference": float(point), "ci95": [float(low), float(high)], "probability_better": better}
