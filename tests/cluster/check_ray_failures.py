@@ -9,7 +9,7 @@ from hosts import ROOT, say, wait_for
 from ray_hosts import NAMES, RayHosts
 from small import WRITE_STORE, corpus
 
-ROWS, CUT_S = 1200, 30
+ROWS, SHARD, CUT_S = 1000, 256, 30  # two documents a shard: the job lasts as long as the failures
 EQUAL = """
 import sys
 from ray_kit import assert_equal_stores, content
@@ -37,7 +37,7 @@ def test_a_wrong_token_is_refused(cluster):
 
 def test_the_store_survives_a_host_a_cable_and_the_driver(cluster, folder):
     hosts = cluster.hosts
-    corpus(folder, ROWS)
+    corpus(folder, ROWS, shard_tokens=SHARD)
     undisturbed = hosts.python("store", WRITE_STORE, str(folder / "kept.toml"), str(folder / "alone"), timeout=200)
     undisturbed = undisturbed.strip().splitlines()[-1]
     first = cluster.features("first")
@@ -75,8 +75,9 @@ def test_the_store_survives_a_host_a_cable_and_the_driver(cluster, folder):
     counts = result["counts"]
     assert result["complete"] and counts["computed_shards"] <= counts["shards"] - before
     documents = hosts.python(
-        "store", EQUAL, undisturbed, result["store_path"], PYTHONPATH=f"{ROOT}:{ROOT}/tests/pipeline", **cluster.cluster
-    )
+        "store", EQUAL, undisturbed, result["store_path"], timeout=240,
+        PYTHONPATH=f"{ROOT}:{ROOT}/tests/pipeline", **cluster.cluster,
+    )  # fmt: skip
     say(
         f"ray: resubmitted; {counts['computed_shards']} of {counts['shards']} shards were missing and computed; all "
         f"{documents.strip()} documents equal the undisturbed store bit for bit"
@@ -88,7 +89,8 @@ def test_no_secret_is_in_the_logs_or_the_job(cluster, folder):
     for name in ("first", "second", "head", "a", "b"):
         text = cluster.hosts.log(name)
         assert token not in text and "s3cr3t-of-the-store" not in text, name
-    shown = cluster.hosts.run("laptop", ["ray", "job", "list", "--address", "http://head:8265"], RAY_AUTH_MODE="token", **cluster.laptop)  # fmt: skip # noqa: E501
+    ask = ["ray", "job", "list", "--address", "http://head:8265"]
+    shown = cluster.hosts.run("laptop", ask, RAY_AUTH_MODE="token", **cluster.laptop)
     assert shown.returncode == 0 and "second" in shown.stdout
     assert token not in shown.stdout and "s3cr3t-of-the-store" not in shown.stdout
     say("ray: neither the token nor the store's key is in a log or in the job's record")

@@ -1,6 +1,7 @@
 """DeepSpeed on two hosts through torchrun's rendezvous: one dies, the other goes on alone, the losses continue.
 Then two trainings at once log to one MLflow server with PostgreSQL behind it."""
 
+import json
 import os
 import shutil
 import sys
@@ -77,17 +78,19 @@ def test_two_hosts_log_to_mlflow_on_postgresql(hosts, store, folder):
         if parent.stat().st_uid == os.getuid() and parent != Path("/"):
             parent.chmod(parent.stat().st_mode | 0o011)
     user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
-    made = hosts.run("db", [*user, f"{programs[-1]}/initdb", "-D", str(data), "--auth=trust", "--username=mlflow"])
+    initdb = [*user, f"{programs[-1]}/initdb", "-D", str(data), "--auth=trust", "--username=mlflow"]
+    made = hosts.run("db", [*initdb, "--encoding=UTF8", "--locale=C"])
     assert made.returncode == 0, made.stderr
-    server = [*user, f"{programs[-1]}/postgres", "-D", str(data), "-c", "listen_addresses=127.0.0.1", "-c", f"unix_socket_directories={data}"]  # fmt: skip # noqa: E501
-    hosts.start("db", server, "postgres")
+    server = [*user, f"{programs[-1]}/postgres", "-D", str(data), "-c", "listen_addresses=127.0.0.1"]
+    hosts.start("db", [*server, "-c", f"unix_socket_directories={data}"], "postgres")
     ready = [f"{programs[-1]}/pg_isready", "-h", "127.0.0.1"]
     wait_for(lambda: hosts.run("db", ready).returncode == 0, 30, "PostgreSQL")
     mlflow = [sys.executable, "-m", "mlflow", "server", "--host", "0.0.0.0", "--port", "5000", "--workers", "1"]
     mlflow += ["--allowed-hosts", "db:5000", "--backend-store-uri", "postgresql://mlflow@127.0.0.1/postgres"]
     hosts.start("db", [*mlflow, "--artifacts-destination", str(folder / "artifacts")], "mlflow")
     ping = "import urllib.request as u; u.urlopen('http://db:5000/health', timeout=5)"
-    wait_for(lambda: hosts.run("a", [sys.executable, "-c", ping]).returncode == 0, 120, f"MLflow {hosts.log('mlflow')[-1500:]}", 1)  # fmt: skip # noqa: E501
+    up = lambda: hosts.run("a", [sys.executable, "-c", ping]).returncode == 0  # noqa: E731
+    wait_for(up, 120, "MLflow", 1, report=lambda: hosts.log("mlflow")[-1500:])
     names = {"a": "from-a", "b": "from-b"}
     if "b" not in hosts.inits:
         hosts.boot("b")
@@ -100,8 +103,6 @@ def test_two_hosts_log_to_mlflow_on_postgresql(hosts, store, folder):
     for host, process in runs.items():
         wait_for(lambda p=process: p.poll() is not None, 150, f"training on {host}", 0.5)
         assert process.returncode == 0, hosts.log(names[host])[-3000:]
-    import json
-
     found = json.loads(hosts.python("a", READ))
     assert found == {name: ["FINISHED", list(range(4, 41, 4))] for name in names.values()}, found
     say(f"mlflow: two trainings at once on hosts a and b, every point of both is in PostgreSQL: {found}")

@@ -56,14 +56,16 @@ class RayHosts:
 
     def start(self) -> None:
         self.hosts.start("store", ["moto_server", "-H", "0.0.0.0", "-p", "9000"], "store")
-        wait_for(lambda: self.hosts.run("store", [sys.executable, "-c", PUT, "http://store:9000/bucket"]).returncode == 0, 60, "S3")  # fmt: skip # noqa: E501
+        bucket = [sys.executable, "-c", PUT, "http://store:9000/bucket"]
+        wait_for(lambda: self.hosts.run("store", bucket).returncode == 0, 60, "S3")
         ip = self.hosts.address("head")
         head = ["ray", "start", "--head", "--block", f"--node-ip-address={ip}", "--port=6379", "--num-cpus=0"]
         head += [f"--dashboard-host={ip}", "--object-store-memory=100000000", "--disable-usage-stats"]
         self.hosts.start("head", head, "head", **self.cluster)
         for name in WORKERS:
             self.start_worker(name)
-        wait_for(lambda: self.alive() == 3, 120, "a head and two workers", 1)
+        logs = lambda: "\n".join(self.hosts.log(n)[-600:] for n in ("head", *WORKERS))  # noqa: E731
+        wait_for(lambda: self.alive() == 3, 150, "a head and two workers", 1, report=logs)
 
     def start_worker(self, name: str) -> None:
         worker = ["ray", "start", "--block", "--address=head:6379", f"--node-ip-address={self.hosts.address(name)}"]
@@ -75,7 +77,7 @@ class RayHosts:
         code = (
             "import json, os, sys, urllib.request\n"
             "token = open(os.environ['RAY_AUTH_TOKEN_PATH']).read()\n"
-            "request = urllib.request.Request('http://head:8265/api/v0/nodes?detail=false', "
+            "request = urllib.request.Request('http://head:8265/api/v0/nodes', "
             "headers={'Authorization': 'Bearer ' + token})\n"
             "rows = json.load(urllib.request.urlopen(request, timeout=10))['data']['result']['result']\n"
             "print(sum(r['state'] == 'ALIVE' for r in rows))"
