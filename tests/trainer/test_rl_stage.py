@@ -280,3 +280,11 @@ def test_group_gains_are_those_of_the_table():
     )
     come = acceptance.reward_to_come(draws, torch.tensor([1.0, 0.5, 0.25, 0.125]))
     assert come.tolist() == [[[0.0, 0.5, 0.0, 0.0]]]  # f(1) - f(0) at slot 1; the slot that fails gets nothing
+
+
+def test_rows_of_a_study_that_do_not_exist():
+    from trainer.study.__main__ import run
+    from trainer.study.config import StudyConfig
+
+    with pytest.raises(ConfigError, match="must begin with 'sft-decay'"):
+        run(StudyConfig(rows=("rl-visited",)))

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from infra.errors import ConfigError
 from trainer.study.config import StudyConfig
 from trainer.study.report import difference, figures, lines, metrics, page, summarise, text
 
@@ -74,10 +73,3 @@ def test_every_view_has_every_row():
         assert "none (SFT only)" in shown and "rl-visited" in shown and result["verdict"] in shown
     assert metrics(result)["rl-visited/greedy/difference"] == result["rows"]["rl-visited"]["greedy"]["difference"]
     assert page(result, drawn).count("data:image/png;base64,") == 2
-
-
-def test_rows_that_do_not_exist():
-    from trainer.study.__main__ import run
-
-    with pytest.raises(ConfigError, match="must begin with 'sft-decay'"):
-        run(StudyConfig(rows=("rl-visited",)))
