@@ -80,6 +80,11 @@ def slurm(make_hosts, folder):
         yield hosts, run
 
 
+@pytest.fixture(scope="module")
+def store(slurm, folder):
+    return write_store(slurm[0], "a", folder)
+
+
 def submit(run, what: str, *words: str) -> str:
     done = run("a", sys.executable, "-m", "infra", "submit", what, "--on", "slurm", "--profile", "slurm.toml", *words)
     assert done.returncode == 0, done.stderr
@@ -95,9 +100,8 @@ def state(run, job: str) -> str:
     return next((w.partition("=")[2] for w in shown.split() if w.startswith("JobState=")), "gone")
 
 
-def test_training_is_stopped_requeued_and_goes_on(slurm, folder):
-    hosts, run = slurm
-    store = write_store(hosts, "a", folder)
+def test_training_is_stopped_requeued_and_goes_on(slurm, store, folder):
+    _hosts, run = slurm
     job = submit(
         run, "train", "MODEL=tiny", "RECIPE=sft-fast", *RECIPE, f"data.store={store}", "train.steps=400", "name=s"
     )
@@ -121,9 +125,8 @@ def test_training_is_stopped_requeued_and_goes_on(slurm, folder):
     say(f"slurm: requeued, resumed at step {at}, all 400 steps are there, job {state(run, job)}")
 
 
-def test_an_array_job_trains_every_setting(slurm, folder):
+def test_an_array_job_trains_every_setting(slurm, store, folder):
     _hosts, run = slurm
-    store = next((folder / "store" / "tiny").iterdir())
     words = ["MODEL=tiny", "RECIPE=sft-fast", *RECIPE, f"data.store={store}", "train.steps=8"]
     job = submit(run, "train", *words, "--sweep", "loss.weighting=decay,dpace")
     wait_for(lambda: ended(run, job), 150, "the array", 1)
@@ -132,13 +135,13 @@ def test_an_array_job_trains_every_setting(slurm, folder):
     say(f"slurm: array job {job} trained two settings side by side")
 
 
-def test_features_run_under_symmetric_run(slurm, folder):
+def test_features_run_under_symmetric_run(slurm, store, folder):
     _hosts, run = slurm
     job = submit(run, "features", "MODEL=tiny", "CORPUS=kept.toml", "store_root=store-slurm", "data_root=data-slurm")
     log = folder / "logs" / f"{job}.log"
     wait_for(lambda: ended(run, job), 200, f"job {job}", 1, report=lambda: tail(log))
     made = list(folder.glob("store-slurm/tiny/*/manifest.json"))
-    assert len(made) == 1, tail(log, 3000)
+    assert len(made) == 1 and made[0].parent.name == Path(store).name, tail(log, 3000)
     assert not list((folder / "logs").glob("*.token")), "the token outlives the job"
     say(f"slurm: features job {job} made its store on two nodes with ray symmetric-run, and removed its token")
 
