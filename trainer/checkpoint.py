@@ -110,10 +110,19 @@ def load(engine: Any, checkpoint: Path, world: World) -> dict[str, Any]:
 
 
 def needs_universal(checkpoint: Path | None, zero_stage: int, world_size: int) -> bool:
-    """Whether the optimiser's shards of the checkpoint are laid out for other ranks or another stage."""
+    """Whether the optimiser's shards of the checkpoint are laid out for other ranks or another stage.
+
+    Raises:
+        CheckpointError: saved under a stage whose files this one cannot read: only 1 and 2 are alike.
+    """
     if checkpoint is None:
         return False
     meta = read_meta(checkpoint)
+    if meta["zero_stage"] != zero_stage and not {meta["zero_stage"], zero_stage} <= {1, 2}:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} was saved under ZeRO-{meta['zero_stage']}, which ZeRO-{zero_stage} cannot read; "
+            f"resume with engine.zero_stage={meta['zero_stage']}, or begin another run from its drafter (INIT=)"
+        )
     saved = (meta["world_size"], meta["zero_stage"])
     return saved != (world_size, zero_stage) and max(meta["zero_stage"], zero_stage) > 0
 

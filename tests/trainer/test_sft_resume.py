@@ -118,9 +118,10 @@ ZEROS = ("zero1", "zero2", "zero3")
 
 @pytest.fixture(scope="module")
 def two_ranks(whole, runs, tiny_store) -> dict[str, Path]:
-    """Two ranks go on from one rank's checkpoint, under ZeRO 1, 2 and 3; and a whole run with Muon."""
+    """Two ranks go on from one rank's checkpoint under ZeRO 1 and 2; whole runs under ZeRO-3, and with Muon."""
     folders = {name: runs / f"two-{name}" for name in (*ZEROS, "muon")}
-    jobs = [(str(folders[z]), [STEPS, f"engine.zero_stage={z[-1]}"], (str(whole), 2)) for z in ZEROS]
+    jobs = [(str(folders[z]), [STEPS, f"engine.zero_stage={z[-1]}"], (str(whole), 2)) for z in ZEROS[:2]]
+    jobs.append((str(folders["zero3"]), [STEPS, "engine.zero_stage=3"], None))
     jobs.append((str(folders["muon"]), [STEPS, "optim.matrices=muon"], None))
     assert spawn(2, train_all, tiny_store, jobs) == [[None] * 4] * 2
     return folders
@@ -138,8 +139,13 @@ def back(two_ranks, whole, runs, tiny_store) -> dict[str, str | None]:
     jobs.append((str(runs / "back-muon"), [STEPS, "optim.matrices=muon"], (str(two_ranks["muon"]), 4)))
     start = [STEPS, f"drafter.start_from={poisoned}", "train.max_skipped=3"]
     jobs.append((str(runs / "poisoned"), start, None))
+    jobs.append((str(runs / "other-stage"), [STEPS, "engine.zero_stage=3"], (str(whole), 4)))
     (said,) = spawn(1, train_all, tiny_store, jobs)
-    return dict(zip((*ZEROS, "muon", "poisoned"), said, strict=True))
+    return dict(zip((*ZEROS, "muon", "poisoned", "other-stage"), said, strict=True))
+
+
+def test_a_stage_that_cannot_read_the_checkpoint_says_which_can(back):
+    assert "was saved under ZeRO-1, which ZeRO-3 cannot read; resume with engine.zero_stage=1" in back["other-stage"]
 
 
 @pytest.mark.parametrize("zero", ZEROS)
