@@ -9,6 +9,7 @@ import torch
 from store_kit import Corpus, features_of
 
 from features.reader import FeatureStore
+from features.verify import verify_store
 from features.writer import create_store
 from infra.errors import SpecMismatch, StoreError
 
@@ -115,3 +116,27 @@ def test_arrays_stored_again_with_compression_are_read_through_zarr(tmp_path):
     new[:] = bits
     new.attrs.update(attributes)
     corpus.check(FeatureStore.open(writer.uri))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8_e4m3", "fp32"])
+def test_documents_over_several_chunks_in_any_order(tmp_path, dtype):
+    """Whole chunks go straight to the file, shared ones wait for both documents, and a refused one leaves zeros."""
+    zarr = pytest.importorskip("zarr")
+    corpus = Corpus(n=8, max_length=48, min_length=30, hidden_size=8192, shard_tokens=128, storage_dtype=dtype)
+    writer = create_store(str(tmp_path), corpus.spec, corpus.plan, max_reject_share=0.5)
+    assert writer.layouts["hidden"].chunk_tokens <= 32
+    refused = writer.shard_plan(0)["document"][1].as_py()
+    for shard in range(writer.num_shards):
+        documents = corpus.of_shard(writer, shard)[::-1]
+        for d in documents:
+            if d.document == refused:
+                d.hidden_SLD[-1, -1, -1] = float("inf")
+        writer.write_shard(shard, documents)
+    writer.finish()
+    assert verify_store(writer.uri) == []
+    store = FeatureStore.open(writer.uri, verify="always")
+    assert store.rejects["document"].to_pylist() == [refused] and len(store) == 7
+    corpus.check(store)
+    row = next(r for r in writer.plan.to_pylist() if r["document"] == refused)
+    bits = zarr.open(writer.uri, mode="r")["hidden"][row["start"] : row["start"] + row["length"]]
+    assert not bits.any()
