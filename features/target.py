@@ -110,7 +110,7 @@ class Target:
 
     def logits(self, last_hidden_BSD: Tensor) -> Tensor:
         """The head (with Gemma's soft cap where the target has one) on hidden states after the final norm."""
-        logits = nn.functional.linear(last_hidden_BSD, self.head_VD)
+        logits = nn.functional.linear(last_hidden_BSD.to(self.head_VD.device), self.head_VD).to(last_hidden_BSD.device)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     @torch.inference_mode()
@@ -130,6 +130,8 @@ class Target:
             attention_mask: [B, cached + S], 0 at padding; None where nothing is padded.
             position_ids: [B, S]; None counts on from the cache.
             taps: collect the outputs of the tapped layers (a copy of S·L·D values).
+        Returns:
+            tensors on the device of `ids_BS`, wherever the layers are.
         """
         with self.taps() if taps else _none() as collected:
             out = self.decoder(
@@ -139,8 +141,8 @@ class Target:
                 use_cache=cache is not None,
                 **{self._cache_name: cache},
             )
-        last = out.last_hidden_state
-        hidden = torch.stack([collected[i] for i in self.config.tap_layer_ids], dim=2) if taps else None
+        last = out.last_hidden_state.to(ids_BS.device)
+        hidden = torch.stack([collected[i].to(ids_BS.device) for i in self.config.tap_layer_ids], 2) if taps else None
         computed = None
         if logits != "none":
             computed = self.logits(last if logits == "all" else last[:, -1:].contiguous())  # strided: 4 x slower
@@ -196,9 +198,14 @@ class Target:
         }
 
 
-def load_target(cfg: TargetConfig, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> Target:
+def load_target(
+    cfg: TargetConfig, device: str | torch.device | dict[str, Any] = "cpu", dtype: torch.dtype | None = None
+) -> Target:
     """Load model and tokenizer, and check the target file against them.
 
+    Args:
+        device: where all of it goes; `"auto"` spreads the layers over the visible GPUs, and a dictionary (module name
+            -> device) says how: transformers' `device_map`. Inputs go to `Target.device`, where outputs come back.
     Raises:
         TargetError: source unreachable or damaged, tap ids or mask id that the model does not have.
     """
@@ -210,11 +217,14 @@ def load_target(cfg: TargetConfig, device: str | torch.device = "cpu", dtype: to
     dtype = dtype or getattr(torch, cfg.dtype)
     if cfg.source.kind != "hub":  # a local read of seconds: its bar would be the only noise on the terminal
         logging.disable_progress_bar()
+    spread = {"device_map": device} if device == "auto" or isinstance(device, dict) else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=cfg.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=cfg.trust_remote_code, **spread
+        )
     except (OSError, ValueError) as e:
         raise TargetError(f"target {cfg.name} in {folder} cannot be loaded ({e}); check the folder's files") from e
-    return Target(cfg, model.to(device), load_tokenizer(cfg, folder), folder)
+    return Target(cfg, model if spread else model.to(device), load_tokenizer(cfg, folder), folder)
 
 
 def load_tokenizer(cfg: TargetConfig, folder: Path | None = None) -> Any:

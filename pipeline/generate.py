@@ -150,7 +150,7 @@ class Generator:
 
     def _join(self, new: list[Request], free: list[int]) -> None:
         cache, mask_BS, next_B = self._prefill(new)
-        rows, width = torch.tensor(free, device=self.target.device), mask_BS.shape[1]
+        rows, width = torch.tensor(free), mask_BS.shape[1]  # on the CPU, which indexes every GPU's cache
         assert width <= self.mask_BS.shape[1], "prompts are sorted, so a later one is never longer than the columns"
         for mine, theirs in zip(self.cache.layers, cache.layers, strict=True):
             mine.place(theirs, rows)
@@ -207,7 +207,7 @@ class Generator:
         cut_rows = len(live) <= 0.8 * len(self.places) and not (waiting and self.slabs)
         if not cut_rows and not (self.slabs and first >= max(64, columns // 3)):
             return
-        rows = torch.tensor(live, device=self.target.device) if cut_rows else None
+        rows = torch.tensor(live) if cut_rows else None
         for layer in self.cache.layers:
             if self.slabs:
                 layer.cut(rows, first)

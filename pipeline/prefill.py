@@ -160,4 +160,7 @@ class Prefiller(Work):
 
 
 def actor_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Of an actor's target: its GPU, or all of its GPUs when `ray.gpus_per_actor` gives it several."""
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "auto" if torch.cuda.device_count() > 1 else "cuda"

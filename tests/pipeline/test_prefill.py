@@ -7,8 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from features.plan import DOCUMENT_SCHEMA, document_id
-from features.target import Target
+from features.target import Target, load_target
 from pipeline import prefill
+from pipeline.config import RegenerateConfig
+from pipeline.generate import Generator, Request
 from pipeline.prefill import Document, batches, documents_of, features_of
 
 SMALL = {
@@ -71,6 +73,20 @@ def test_features_equal_an_independent_pass(tiny, family):
             assert error < 1e-5, (family, tap, float(error))
         np.testing.assert_allclose(f.target_logprob_S, logprob, atol=2e-4)
         assert (f.token_ids_S == d.token_ids_S).all() and (f.loss_mask_S == d.loss_mask_S).all()
+
+
+def test_a_target_that_a_device_map_spreads_has_the_same_features(tiny):
+    """What several GPUs take, without GPUs: two layers live elsewhere (in their file) and come in through hooks."""
+    layers = {f"model.layers.{n}": "disk" if n in (2, 5) else "cpu" for n in range(tiny.num_layers)}
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    spread = load_target(tiny.config, device=layers | rest)
+    assert spread.model.hf_device_map["model.layers.5"] == "disk"
+    docs = documents([5, 17, 30])
+    for a, b in zip(features_of(spread, docs, 100), features_of(tiny, docs, 100), strict=True):
+        assert torch.equal(a.hidden_SLD, b.hidden_SLD) and (a.target_logprob_S == b.target_logprob_S).all()
+    asked = [Request(str(n), [1 + n, 2, 3], 6) for n in range(3)]
+    texts = [[r.token_ids for r in Generator(t, RegenerateConfig()).generate(asked)] for t in (spread, tiny)]
+    assert texts[0] == texts[1]
 
 
 def test_bf16_is_bit_equal_on_the_same_batch(tiny):

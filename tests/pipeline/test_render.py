@@ -157,3 +157,11 @@ def test_hundred_turns(tiny, renderer):
     turns = chat(*[f"turn {i}" for i in range(100)])
     _, pieces = split(tiny, renderer(max_length=4096).conversation(turns))
     assert pieces == [f"turn {i}<|im_end|>" for i in range(1, 100, 2)]
+
+
+def test_fifty_thousand_tokens_become_a_cut_row_or_a_named_reject(tiny, renderer):
+    answer = renderer(max_length=3072).conversation(chat("Hi", "because " * 6_250))
+    assert len(answer.token_ids_S) == 3072 and answer.loss_mask_S[answer.prompt_length :].all()
+    assert not answer.loss_mask_S[: answer.prompt_length].any()
+    with pytest.raises(BadSample, match=r"within max_length 3072 of its 50\d{3} tokens"):
+        renderer(max_length=3072).conversation(chat("because " * 6_250, "Hello"))
