@@ -155,8 +155,9 @@ class Hosts:
     def _enter(self, name: str, command: list[str]) -> list[str]:
         # the shell is a child of `unshare`, which is what `ip netns exec` has become
         shell = Path(f"/proc/{self.inits[name].pid}/task/{self.inits[name].pid}/children").read_text().split()[0]
-        enter = ["nsenter", "--target", shell, "--net", "--uts", "--pid", "--mount", f"--wd={self.folder}"]
-        return [*enter, "--", *command]
+        enter = ["nsenter", "--target", shell, "--net", "--uts", "--pid", "--mount", "--wd=/", "--"]
+        # from inside: a folder opened outside belongs to another mount, and no file could be renamed across
+        return [*enter, "sh", "-c", 'cd "$0" && exec "$@"', str(self.folder), *command]
 
     def _env(self, more: dict[str, str]) -> dict[str, str]:
         base = {
