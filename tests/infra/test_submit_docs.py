@@ -97,3 +97,10 @@ def test_compose_binds_to_loopback_and_holds_no_secret():
     assert "ports" not in compose["services"]["db"] and compose["networks"]["inside"]["internal"]
     assert all(set(s) == {"file"} for s in compose["secrets"].values())
     assert "secrets/" in (ROOT / ".dockerignore").read_text()
+
+
+def test_hostfile_is_one_that_deepspeed_reads():
+    """DeepSpeed's grammar: a name and its slots on each line, no name twice."""
+    lines = [x for x in (IMAGES / "hostfile").read_text().splitlines() if x and not x.startswith("#")]
+    names = [re.fullmatch(r"(\S+) slots=([1-9]\d*)", line)[1] for line in lines]
+    assert len(names) == len(set(names)) >= 2
