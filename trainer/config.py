@@ -70,7 +70,7 @@ class OptimConfig(Config):
     """AdamW, or Muon for the matrices, with linear warm-up and cosine decay to `min_lr_ratio`."""
 
     matrices: Literal["adamw", "muon"] = "adamw"
-    """`muon`: orthogonalised momentum for matrices, AdamW for norms; not under ZeRO-3, and resumed on as many ranks"""
+    """`muon`: orthogonalised momentum for matrices, AdamW for norms; ZeRO 1 or 2, resumed on as many ranks"""
     muon_lr: float = Field(default=0.02, gt=0)
     """peak learning rate of Muon's matrices, whose updates have spectral norm about 1; scheduled like `lr`"""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
@@ -152,9 +152,10 @@ class SftConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _muon(self) -> "SftConfig":
-        if self.optim.matrices == "muon" and self.engine.zero_stage == 3:
+        if self.optim.matrices == "muon" and self.engine.zero_stage not in (1, 2):
             raise ValueError(
-                "optim.matrices = 'muon' needs whole matrices, which engine.zero_stage = 3 cuts; use stage 1 or 2"
+                f"optim.matrices = 'muon' is not done under engine.zero_stage = {self.engine.zero_stage} (3 cuts the "
+                "matrices, 0 does not watch for non-finite gradients); use stage 1 or 2"
             )
         return self
 

@@ -100,7 +100,7 @@ def deepspeed_config(cfg: SftConfig, world_size: int, *, load_universal: bool = 
         "train_micro_batch_size_per_gpu": cfg.data.documents_per_micro_batch,
         "gradient_accumulation_steps": accumulation_steps(cfg, world_size),
         # DeepSpeed clips after Muon, whose updates have a norm of hundreds whatever the gradient's was
-        "gradient_clipping": 0.0 if cfg.optim.matrices == "muon" else cfg.optim.clip,
+        "gradient_clipping": 0.0 if cfg.optim.matrices == "muon" or _unguarded(cfg) else cfg.optim.clip,
         "bf16": {"enabled": cfg.engine.dtype == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_optimization": {"stage": cfg.engine.zero_stage},
@@ -110,6 +110,11 @@ def deepspeed_config(cfg: SftConfig, world_size: int, *, load_universal: bool = 
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
+
+
+def _unguarded(cfg: SftConfig) -> bool:
+    """DeepSpeed hands the parameters to our optimiser as they are, without a wrapper that watches the gradients."""
+    return cfg.engine.zero_stage == 0 and cfg.engine.dtype == "fp32"
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -122,15 +127,38 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [g for g in groups if g["params"]]
 
 
-def build_optimizer(model: nn.Module, cfg: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW for everything, or DeepSpeed's Muon for the matrices and AdamW for the vectors.
+class GuardedAdamW(torch.optim.AdamW):
+    """AdamW that clips, and skips non-finite gradients: what DeepSpeed leaves undone under ZeRO-0 in fp32.
+
+    DeepSpeed reads both attributes after each step: `_global_grad_norm` (before clipping), and `overflow`, which is
+    equal on every rank because the gradients are.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], clip: float, **settings: Any):
+        super().__init__(groups, **settings)
+        self.clip, self.overflow, self._global_grad_norm = clip, False, 0.0
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        self._global_grad_norm, self.overflow = float(norm), not bool(norm.isfinite())
+        if not self.overflow:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip, norm)
+            super().step()
+
+
+def build_optimizer(
+    model: nn.Module, cfg: OptimConfig, device: torch.device, *, guard: bool = False
+) -> torch.optim.Optimizer:
+    """AdamW for everything (`GuardedAdamW` where `guard`), or DeepSpeed's Muon for matrices and AdamW for vectors.
 
     torch's own Muon cannot stand behind ZeRO, which hands flat pieces of matrices to the optimiser; DeepSpeed's gathers
     each matrix before it orthogonalises.
     """
     groups = parameter_groups(model, cfg.weight_decay)
     if cfg.matrices == "adamw":
-        return torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=device.type == "cuda")
+        settings = {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps, "fused": device.type == "cuda"}
+        return GuardedAdamW(groups, cfg.clip, **settings) if guard else torch.optim.AdamW(groups, **settings)
     if device.type == "cpu":
         torch._dynamo.config.disable = True  # DeepSpeed compiles Muon's few lines for half a minute with a C++ compiler
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
@@ -150,7 +178,7 @@ def build_engine(model: nn.Module, cfg: SftConfig, world: World, *, load_univers
     """A DeepSpeed engine around `model` (the drafter alone: embedding and head are outside and never saved)."""
     import deepspeed
 
-    optimizer = build_optimizer(model, cfg.optim, world.device)
+    optimizer = build_optimizer(model, cfg.optim, world.device, guard=_unguarded(cfg))
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
         config = deepspeed_config(cfg, world.size, load_universal=load_universal)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
@@ -175,14 +203,23 @@ def gradient_norm(engine: Any) -> float:
 
 @contextlib.contextmanager
 def whole_parameters(engine: Any) -> Iterator[nn.Module]:
-    """The module with all its parameters on every rank (ZeRO-3 gathers them for the time of the block)."""
+    """The module with all its parameters on every rank.
+
+    ZeRO-3 yields a copy: a forward pass of the module itself is a collective, and ranks pass different numbers of
+    documents through it.
+    """
     if engine.zero_optimization_stage() < 3:
         yield engine.module
         return
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
-        yield engine.module
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        copy = type(engine.module)(engine.module.config).to(parameters[0].device, parameters[0].dtype)
+        with torch.no_grad():
+            for mine, whole in zip(copy.parameters(), parameters, strict=True):
+                mine.copy_(whole)
+    yield copy
 
 
 def save_module(engine: Any, world: World, save: Callable[[nn.Module], Any]) -> None:

@@ -26,6 +26,8 @@ def test_stages_are_children_of_the_drafters_run(in_tmp):
         t.metrics({"tau": 2.5}, on_parent=True)
         t.figure("x.png", plt.figure())
         t.dataset("tiny", "f" * 64, "store/tiny/x", {"documents": 3})
+        for step, tau in ((100, 1.5), (200, 2.5), (300, 2.0)):
+            t.model(f"d.1-step-{step}", {"heldout_replay_tau": tau}, step, weights=f"checkpoints/step-{step}")
     with track("d", "sft", folder=folder, resume=True) as t:
         t.metrics({"loss": 0.0}, 30)
     with track("d", "eval", folder=folder):
@@ -33,6 +35,10 @@ def test_stages_are_children_of_the_drafters_run(in_tmp):
     client, runs = _runs(in_tmp)
     assert set(runs) == {"d", "d/sft", "d/eval"}
     parent, sft = runs["d"], runs["d/sft"]
+    best_first = [{"field_name": "metrics.heldout_replay_tau", "ascending": False}]
+    models = client.search_logged_models([parent.info.experiment_id], order_by=best_first)
+    assert [m.name for m in models] == ["d_1-step-200", "d_1-step-300", "d_1-step-100"]
+    assert models[0].tags["weights"] == "checkpoints/step-200" and models[0].source_run_id == sft.info.run_id
     assert sft.data.tags["mlflow.parentRunId"] == runs["d/eval"].data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert parent.data.metrics["tau"] == 2.5
     history = client.get_metric_history(sft.info.run_id, "loss")

@@ -100,13 +100,18 @@ def plain_gradient(store_uri: str, cfg, blocks: list[int]):
 
 def poisoned_step(world, store_uri: str, cfg):
     """One rank's features are infinite: (applied, parameters unchanged, applied afterwards)."""
-    from trainer.engine import build_engine
+    from trainer.engine import build_engine, whole_parameters
     from trainer.objective import Objective
 
     drafter, head, batch = parts(store_uri, cfg)
     engine = build_engine(drafter, cfg, world)
     objective = Objective(cfg.loss, drafter.config)
-    before = [p.detach().clone() for p in engine.module.parameters()]
+
+    def weights() -> list[torch.Tensor]:
+        with whole_parameters(engine) as module:
+            return [p.detach().clone() for p in module.parameters()]
+
+    before = weights()
 
     def step(b) -> bool:
         terms = objective(engine, b, head)
@@ -116,7 +121,7 @@ def poisoned_step(world, store_uri: str, cfg):
 
     bad = dataclasses.replace(batch, hidden_SLD=torch.full_like(batch.hidden_SLD, torch.inf))
     first = step(bad if world.rank == 1 else batch)
-    same = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, weights(), strict=True))
     return first, same, step(batch)
 
 
@@ -155,7 +160,8 @@ CASES = {
 def everything(world, store_uri: str, folder: str):
     """All cases in one world: starting DeepSpeed takes longer than the cases."""
     gradients = {name: rank_gradient(world, store_uri, config(w), split) for name, (w, split) in CASES.items()}
-    return gradients, poisoned_step(world, store_uri, config()), full_disk(world, store_uri, folder)
+    skipping = [poisoned_step(world, store_uri, config(zero_stage=z)) for z in range(4)]
+    return gradients, skipping, full_disk(world, store_uri, folder)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +180,8 @@ def test_two_ranks_have_the_gradient_of_one(two_ranks, tiny_store, case):
 
 
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(two_ranks):
-    assert [skipping for _, skipping, _ in two_ranks] == [(False, True, True)] * 2
+    for _, skipping, _ in two_ranks:
+        assert skipping == [(False, True, True)] * 4  # ZeRO 0 to 3
 
 
 def test_a_full_disk_ends_every_rank_and_keeps_the_checkpoint_before(two_ranks):

@@ -106,7 +106,9 @@ def test_mlflow_ranks_the_checkpoints_by_tau(whole, alone, tiny_store):
     models = client.search_logged_models([experiment], order_by=order)
     taus = [next(m.value for m in model.metrics if m.key == "heldout_replay_tau") for model in models]
     assert len(models) >= 5 and taus == sorted(taus, reverse=True)
-    assert any(m.name == "whole-step-8" and m.tags["weights"] == "runs/whole/drafter" for m in models)
+    weights = {m.name: m.tags["weights"] for m in models}
+    assert weights["whole-step-6"] == "runs/whole/drafter"  # the first is the best of an untrained kind
+    assert weights["whole-step-8"] == "runs/whole/checkpoints/step-00000008"
     child = json.loads((whole / "mlflow.json").read_text())["runs"]["sft"]
     metrics = client.get_run(child).data.metrics
     assert {"train/loss", "train/accuracy_1", "train/lr", "train/grad_norm", "train/tokens_per_s"} <= metrics.keys()
@@ -121,7 +123,8 @@ def two_ranks(whole, runs, tiny_store) -> dict[str, Path]:
     """Two ranks go on from one rank's checkpoint under ZeRO 1 and 2; whole runs under ZeRO-3, and with Muon."""
     folders = {name: runs / f"two-{name}" for name in (*ZEROS, "muon")}
     jobs = [(str(folders[z]), [STEPS, f"engine.zero_stage={z[-1]}"], (str(whole), 2)) for z in ZEROS[:2]]
-    jobs.append((str(folders["zero3"]), [STEPS, "engine.zero_stage=3"], None))
+    uneven = "train.eval_documents=3"  # one rank replays more documents than the other
+    jobs.append((str(folders["zero3"]), [STEPS, "engine.zero_stage=3", uneven], None))
     jobs.append((str(folders["muon"]), [STEPS, "optim.matrices=muon"], None))
     assert spawn(2, train_all, tiny_store, jobs) == [[None] * 4] * 2
     return folders
