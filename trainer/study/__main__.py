@@ -23,7 +23,7 @@ from features.reader import FeatureStore
 from features.target import FrozenHead, load_frozen_head, load_target
 from features.target_config import load_target_config
 from infra.cli import main
-from infra.config import apply_overrides, save_toml, to_toml, validate
+from infra.config import load_config, save_toml, to_toml, validate
 from infra.errors import ConfigError
 from infra.provenance import provenance, write_json
 from infra.tracking import track
@@ -34,7 +34,7 @@ from trainer.heldout import heldout_rows, store_text
 from trainer.rl_config import GroupConfig, RlConfig, RlSection
 from trainer.run_folder import RUNS
 from trainer.study import corpus, report
-from trainer.study.config import ROWS, StudyConfig
+from trainer.study.config import ROWS, SETTINGS, StudyConfig
 
 
 def run(cfg: StudyConfig) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def _main(argv: list[str]) -> None:
     if argv[:1] == ["--help"]:
         print(__doc__)
         return
-    run(validate(StudyConfig, apply_overrides({}, argv), "rl-study"))
+    run(load_config(StudyConfig, SETTINGS, argv))
 
 
 if __name__ == "__main__":

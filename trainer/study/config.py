@@ -1,5 +1,7 @@
 """What `make rl-study` compares. Imports without torch."""
 
+from pathlib import Path
+
 from pydantic import Field
 
 from infra.config import Config
@@ -8,6 +10,7 @@ from trainer.config import DataConfig, DrafterSection, EngineConfig, OptimConfig
 ROWS = ("sft-decay", "sft-dpace", "rl-uniform", "rl-visited", "rl-group", "rl-onpolicy")
 """second stages; the first is what all others are measured against"""
 BASELINE = ROWS[0]
+SETTINGS = Path(__file__).parent / "stories.toml"
 
 
 class StudyConfig(Config):
@@ -35,11 +38,9 @@ class StudyConfig(Config):
     rows: tuple[str, ...] = ROWS
     selection_documents: int = Field(default=64, ge=1)
     """held-out texts that choose each run's best drafter; τ is reported on the others"""
-    data: DataConfig = DataConfig(
-        anchors_per_document=16, global_batch=32, documents_per_micro_batch=32, shape="trimmed"
-    )
-    drafter: DrafterSection = DrafterSection(num_hidden_layers=2, block_size=16)
-    optim: OptimConfig = OptimConfig(lr=2e-3)
-    engine: EngineConfig = EngineConfig(dtype="fp32", zero_stage=0)
+    data: DataConfig = DataConfig()
+    drafter: DrafterSection = DrafterSection()
+    optim: OptimConfig = OptimConfig()
+    engine: EngineConfig = EngineConfig()
     rl: dict[str, dict] = {}
     """settings of section `rl` by row, over the study's own"""
