@@ -143,6 +143,7 @@ def test_features_run_under_symmetric_run(slurm, store, folder):
     made = list(folder.glob("store-slurm/tiny/*/manifest.json"))
     assert len(made) == 1 and made[0].parent.name == Path(store).name, tail(log, 3000)
     assert not list((folder / "logs").glob("*.token")), "the token outlives the job"
+    assert state(run, job) == "COMPLETED", tail(log, 3000)
     say(f"slurm: features job {job} made its store on two nodes with ray symmetric-run, and removed its token")
 
 
