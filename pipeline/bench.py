@@ -1,9 +1,9 @@
 """`make bench PART=pipeline`: prefill and regeneration against plain transformers, in one run.
 
-    python -m pipeline.bench [model=smollm2-135m] [documents=48] [prompts=24] [new_tokens=96] [ray=true]
+    python -m pipeline.bench [model=smollm2-135m] [documents=16] [prompts=24] [new_tokens=48] [scale=8]
 
-Every pair is timed in turns (ours, opponent, ours, opponent) and the better time of each counts, so that other work on
-the machine hits both. One thread, unless OMP_NUM_THREADS says otherwise.
+The sides are timed in turns (ours, opponents, ours, opponents) and the best time of each counts, so that other work on
+the machine hits all. Both sides have all cores, unless OMP_NUM_THREADS says otherwise. About 4 minutes on two cores.
 """
 
 import json
@@ -36,27 +36,30 @@ from pipeline.run import build_features, feature_spec
 
 class BenchConfig(Config):
     model: str = "smollm2-135m"
-    documents: int = 48
-    """documents of 64 to 512 tokens for prefill"""
+    documents: int = 16
+    """documents of 64 to 512 tokens for prefill; 0 leaves this part out"""
     prompts: int = 24
-    """prompts for regeneration"""
-    new_tokens: int = 96
+    """prompts for regeneration; 0 leaves this part out"""
+    new_tokens: int = 48
     repeats: int = 2
-    ray: bool = True
-    """also measure the scaling with the corpus and with actors, through Ray"""
+    scale: int = 8
+    """documents of the smallest corpus for the scaling through Ray, on two nodes; 0 leaves this part out"""
 
 
 def run() -> int:
     bench = validate(BenchConfig, apply_overrides({}, sys.argv[1:]), "pipeline.bench")
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"store_root={folder}/store", f"data_root={folder}/data", "prefill.shard_tokens=16384"]
         cfg = resolve(bench.model, "demo", overrides)
-        target = load_target(cfg.target)
-        rows = [*prefill_rows(bench, cfg, target), regeneration_row(bench, cfg, target)]
-        del target
-        if bench.ray:
-            rows += scaling_rows(cfg, Path(folder))
+        if bench.documents or bench.prompts:
+            target = load_target(cfg.target)
+            rows += prefill_rows(bench, cfg, target) if bench.documents else []
+            rows += [regeneration_row(bench, cfg, target)] if bench.prompts else []
+            del target
+        if bench.scale:
+            rows += scaling_rows(bench, cfg, Path(folder))
     out = Path("runs/bench/pipeline.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     write_json(out, rows)
@@ -70,48 +73,36 @@ def prefill_rows(bench: BenchConfig, cfg: FeaturesConfig, target: Target) -> lis
     spec = feature_spec(cfg, TargetFront(cfg.target), table)
     index = {d: i for i, d in enumerate(table["document"].to_pylist())}
     tokens = sum(plan["length"].to_pylist())
-    tries = iter(range(1000))
+    with tempfile.TemporaryDirectory() as root:
+        writer = create_store(root, spec, plan)
+        shards = [documents_of(shard_row(writer, s, index, table)) for s in writer.missing_shards()]
 
     def ours() -> None:
-        with tempfile.TemporaryDirectory(dir=cfg.store_root.rsplit("/", 1)[0]) as root:
-            writer = create_store(f"{root}/{next(tries)}", spec, plan)
+        with tempfile.TemporaryDirectory() as root:
+            writer = create_store(root, spec, plan)
             actor = actor_of(target, writer, cfg)
             for shard in writer.missing_shards():
                 actor.shard(shard_row(writer, shard, index, table))
 
     def bare() -> None:
-        with tempfile.TemporaryDirectory() as root:
-            writer = create_store(root, spec, plan)
-            for shard in writer.missing_shards():
-                for batch in batches(documents_of(shard_row(writer, shard, index, table)), cfg.prefill.batch_tokens):
-                    ids_BS = torch.zeros(len(batch), len(batch[0].token_ids_S), dtype=torch.long)
-                    for row, d in enumerate(batch):
-                        ids_BS[row, : len(d.token_ids_S)] = torch.from_numpy(d.token_ids_S.astype(np.int64))
-                    with torch.inference_mode():
-                        target.model(ids_BS, use_cache=False)
+        for documents in shards:
+            for batch in batches(documents, cfg.prefill.batch_tokens):
+                ids_BS = torch.zeros(len(batch), len(batch[0].token_ids_S), dtype=torch.long)
+                for row, d in enumerate(batch):
+                    ids_BS[row, : len(d.token_ids_S)] = torch.from_numpy(d.token_ids_S.astype(np.int64))
+                with torch.inference_mode():
+                    target.model(ids_BS, use_cache=False)
 
     def naive() -> None:
         for ids in table["token_ids"].to_pylist():
             with torch.inference_mode():
                 target.model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
 
+    best = best_rates(bench.repeats, *(lambda work=work: work() or tokens for work in (ours, bare, naive)))
+    what = "prefill, one actor, writing included"
     return [
-        rate(
-            "prefill, one actor, writing included",
-            tokens,
-            ours,
-            bare,
-            "transformers, same batches, nothing written",
-            bench,
-        ),
-        rate(
-            "prefill, one actor, writing included",
-            tokens,
-            ours,
-            naive,
-            "output_hidden_states, batch 1, unsorted",
-            bench,
-        ),
+        result(what, "tokens/s", best[0], best[1], "transformers, same batches, nothing written"),
+        result(what, "tokens/s", best[0], best[2], "output_hidden_states, batch 1, unsorted"),
     ]
 
 
@@ -120,7 +111,7 @@ def regeneration_row(bench: BenchConfig, cfg: FeaturesConfig, target: Target) ->
     prompts = [p.text for p in generate_prompts(bench.prompts, 0, seed=1)]
     ids = [renderer.prompt_ids(({"role": "user", "content": p},)) for p in prompts]
     ids = [i[-cfg.target.max_length // 2 :] for i in ids]
-    few = ids[:: max(len(ids) // 6, 1)]  # one at a time takes long: a sample, compared per token
+    few = ids[:: max(len(ids) // 4, 1)]  # one at a time takes long: a sample, compared per token
 
     def ours() -> int:
         requests = [Request(str(n), i, bench.new_tokens) for n, i in enumerate(ids)]
@@ -141,28 +132,54 @@ def regeneration_row(bench: BenchConfig, cfg: FeaturesConfig, target: Target) ->
             made += out.shape[1] - prompt.shape[1]
         return made
 
-    a, b = best_rates(ours, alone, bench.repeats)
+    a, b = best_rates(bench.repeats, ours, alone)
     return result("regeneration", "tokens/s", a, b, "generate, one prompt at a time")
 
 
-def scaling_rows(cfg: FeaturesConfig, folder: Path) -> list[dict[str, Any]]:
-    """Prefill rates through Ray: at 1, 2 and 4 times the corpus with one actor, and with two actors."""
-    rates = {}
-    for actors, times in ((1, 1), (1, 2), (1, 4), (2, 4)):
-        corpus = kept_corpus(folder, 40 * times)
-        name = f"{folder}/scale-{actors}-{times}"
-        overrides = [
-            f"store_root={name}/store",
-            f"data_root={name}/data",
-            f"ray.actors={actors}",
-            "ray.cpus_per_actor=1",
-        ]
-        made = build_features(resolve(cfg.target.name, corpus, [*overrides, "prefill.shard_tokens=4096"]))
-        rates[actors, times] = made.throughput
-        print(f"{actors} actors, {times} x the corpus: {made.throughput:,.0f} tokens/s, start included", flush=True)
+def scaling_rows(bench: BenchConfig, cfg: FeaturesConfig, folder: Path) -> list[dict[str, Any]]:
+    """Prefill through Ray on two nodes of one CPU: 1, 2 and 4 times the corpus with one actor, 4 times with two."""
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    cluster = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    cluster.add_node(**node)
+    seconds, tokens, shares = {}, {}, []
+    try:
+        for actors, times in ((1, 1), (1, 2), (1, 4), (2, 4)):
+            name = f"{folder}/scale-{actors}-{times}"
+            overrides = [f"store_root={name}/store", f"data_root={name}/data", f"ray.address={cluster.address}"]
+            overrides += [f"ray.actors={actors}", "ray.cpus_per_actor=1"]
+            overrides += ["target.max_length=512", "prefill.shard_tokens=512"]
+            made = build_features(resolve(cfg.target.name, kept_corpus(folder, bench.scale * times), overrides))
+            assert made.throughput is not None
+            tokens[actors, times] = made.counts["stored_tokens"]
+            seconds[actors, times] = made.counts["stored_tokens"] / made.throughput
+            shares = sorted(made.tokens_by_node.values())[-2:]
+            print(
+                f"{actors} actors, {times} x the corpus: {tokens[actors, times]:,} tokens in "
+                f"{seconds[actors, times]:.1f} s, {made.throughput:,.0f} tokens/s, start of the actors included",
+                flush=True,
+            )
+    finally:
+        cluster.shutdown()
+
+    def between(a: tuple[int, int], b: tuple[int, int]) -> float:
+        return (tokens[b] - tokens[a]) / (seconds[b] - seconds[a])
+
+    what = "prefill through Ray"
+    later, earlier = between((1, 2), (1, 4)), between((1, 1), (1, 2))
+    one, two = (tokens[n, 4] / seconds[n, 4] for n in (1, 2))
     return [
-        result("prefill through Ray at 4 x the corpus", "tokens/s", rates[1, 4], rates[1, 1], "at 1 x the corpus"),
-        result("prefill through Ray with 2 actors", "tokens/s", rates[2, 4], rates[1, 4], "1 actor"),
+        result(f"{what}, from 2 x to 4 x the corpus", "tokens/s", later, earlier, "from 1 x to 2 x"),
+        result(f"{what} with 2 actors on 2 nodes", "tokens/s", two, one, "1 actor"),
+        result(
+            f"{what}, tokens of the less busy of 2 nodes",
+            "share",
+            min(shares) / sum(shares) if len(shares) > 1 else 0.0,
+            0.5,
+            "even",
+        ),
     ]
 
 
@@ -207,21 +224,15 @@ def kept_corpus(folder: Path, rows: int) -> str:
     return str(toml)
 
 
-def rate(
-    what: str, tokens: int, ours: Callable[[], None], opponent: Callable[[], None], name: str, bench: BenchConfig
-) -> dict[str, Any]:
-    a, b = best_rates(lambda: ours() or tokens, lambda: opponent() or tokens, bench.repeats)
-    return result(what, "tokens/s", a, b, name)
-
-
-def best_rates(ours: Callable[[], int], opponent: Callable[[], int], repeats: int) -> tuple[float, float]:
-    best = [0.0, 0.0]
+def best_rates(repeats: int, *sides: Callable[[], int]) -> list[float]:
+    """Tokens per second of each side, in turns, the best of `repeats`; a side returns its tokens."""
+    best = [0.0] * len(sides)
     for _ in range(repeats):
-        for n, work in enumerate((ours, opponent)):
+        for n, work in enumerate(sides):
             began = time.perf_counter()
             made = work()
             best[n] = max(best[n], made / (time.perf_counter() - began))
-    return best[0], best[1]
+    return best
 
 
 def result(what: str, unit: str, ours: float, opponent: float, name: str) -> dict[str, Any]:

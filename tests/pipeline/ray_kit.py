@@ -7,8 +7,19 @@ import numpy as np
 import psutil
 import torch
 
+from features.plan import make_plan
 from features.reader import FeatureStore
+from features.writer import create_store
 from pipeline.config import resolve
+from pipeline.corpus import read_corpus
+from pipeline.documents import build_documents
+from pipeline.front import TargetFront
+from pipeline.generate import Generator
+from pipeline.prefill import documents_of, features_of, shard_row
+from pipeline.regenerate import Dialogue, _identity, _request, chunked
+from pipeline.render import Renderer
+from pipeline.responses import Responses, repetition
+from pipeline.run import feature_spec
 
 
 def corpus_file(folder, rows=60):
@@ -32,6 +43,28 @@ def configured(folder, corpus, *overrides, name="a"):
         corpus,
         [f"store_root={folder}/store-{name}", f"data_root={folder}/data-{name}", "ray.actors=1", *overrides],
     )
+
+
+def serially(cfg, target):
+    """The store of a greedy run over single prompts without Ray, with one thread as the actors have; its folder."""
+    torch.set_num_threads(1)
+    front = TargetFront(cfg.target)
+    renderer = Renderer(cfg.target, front.tokenizer, front.chat_template(), front.stop_ids)
+    dialogues = [Dialogue(c) for c in read_corpus(cfg)]
+    requests = [_request(d, renderer, cfg) for d in dialogues if d.advance()]
+    responses = Responses(cfg.work_folder.parent, _identity(cfg, front))
+    for chunk in chunked(requests, cfg.regenerate.batch_size):
+        answers = Generator(target, cfg.regenerate).generate(chunk)
+        responses.add([vars(r) | {"repetition": repetition(r.token_ids)} for r in answers])
+    documents, _ = build_documents(cfg, front)
+    spec = feature_spec(cfg, front, documents)
+    writer = create_store(cfg.store_root, spec, make_plan(documents, cfg.prefill.shard_tokens))
+    rows_of = {d: i for i, d in enumerate(documents["document"].to_pylist())}
+    for shard in writer.missing_shards():
+        part = documents_of(shard_row(writer, shard, rows_of, documents))
+        writer.write_shard(shard, features_of(target, part, cfg.prefill.batch_tokens))
+    writer.finish()
+    return writer.uri
 
 
 def actor_processes():

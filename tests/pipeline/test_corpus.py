@@ -1,6 +1,7 @@
 """Readers, row shapes, mixtures and rejects."""
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,11 +12,13 @@ from infra.errors import ConfigError, DataError
 from pipeline.config import FeaturesConfig, FieldsConfig, resolve
 from pipeline.conversation import BadRow, Conversation, parse_row
 from pipeline.corpus import inputs_digest, read_corpus
+from pipeline.documents import build_documents
+from pipeline.front import TargetFront
 
 
 def config(sources, **more):
     target = resolve("tiny", "demo").target.model_dump()
-    return validate(FeaturesConfig, {"name": "x", "target": target, "sources": sources, **more}, "test")
+    return validate(FeaturesConfig, {"name": "x", "target": target, "sources": sources} | more, "test")
 
 
 def files(*paths, **more):
@@ -188,3 +191,23 @@ def test_overrides_and_unknown_names(monkeypatch):
         resolve("tiny", "demo", ["regenerate.engine=openai"])
     monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
     assert resolve("tiny", "demo").ray.address == "ray://head:10001"
+
+
+def test_three_real_corpora_as_one_mixture(tmp_path, tiny):
+    """A JSON list with instruction and input, and two JSON-lines files with columns of their own, answers kept."""
+    data = Path("../shared/data")
+    if not data.is_dir():
+        pytest.skip("../shared/data is not here")
+    sources = {
+        "gsm8k": files(data / "gsm8k/train.jsonl", weight=2, fields={"prompt": "question", "response": "answer"}),
+        "mbpp": files(data / "mbpp/mbpp.jsonl", limit=20, fields={"prompt": "text", "response": "code"}),
+        "gpteacher": files(data / "gpteacher/codegen-instruct.json", limit=20),
+    }
+    target = resolve("tiny", "demo", ["target.max_length=4096"]).target.model_dump()  # a byte is a token here
+    cfg = config(sources, limit=80, regenerate={"engine": "none"}, data_root=str(tmp_path), target=target)
+    documents, record = build_documents(cfg, TargetFront(cfg.target))
+    assert record["counts"]["sources"] == {"gpteacher": 20, "gsm8k": 40, "mbpp": 20} and not record["counts"]["rejects"]
+    first = {r["source"]: r for r in documents.to_pylist()[::-1]}["gpteacher"]
+    assert "How" in tiny.tokenizer.decode(first["token_ids"]) or "Write" in tiny.tokenizer.decode(first["token_ids"])
+    for row in documents.to_pylist():
+        assert not any(row["loss_mask"][: row["prompt_length"]]) and sum(row["loss_mask"]) >= 2

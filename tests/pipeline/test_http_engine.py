@@ -78,6 +78,18 @@ def test_refused_requests_are_rejects_and_asked_again_next_time(tiny, tmp_path):
         assert len(documents) == 12 and asked + 1 <= len(server.bodies) <= asked + 2
 
 
+def test_a_larger_corpus_asks_only_for_its_new_prompts(tiny, tmp_path):
+    with serving(tiny) as server:
+        cfg = config(tmp_path, server.url, rows=4)
+        build_documents(cfg, TargetFront(cfg.target))
+        asked = len(server.bodies)
+        cfg = config(tmp_path, server.url, rows=7)
+        documents, _ = build_documents(cfg, TargetFront(cfg.target))
+        assert len(documents) == 7
+        new = sorted(b["messages"][0]["content"] for b in server.bodies[asked:])
+    assert new == ["Say 2", "Say 3", "Say 4"]
+
+
 def test_servers_without_token_ids_and_with_a_key(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serving(tiny, return_ids=False) as server:

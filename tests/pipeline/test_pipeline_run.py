@@ -10,12 +10,10 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from ray_kit import actor_processes, assert_equal_stores, assert_features_are_the_targets, configured, corpus_file
+from ray_kit import actor_processes, assert_equal_stores, assert_features_are_the_targets, configured, serially
 
 from infra.errors import ResourceError, StoreError
 from pipeline.config import RayConfig
-from pipeline.documents import build_documents
-from pipeline.front import TargetFront
 from pipeline.pool import Work, run_until_done, start_ray
 from pipeline.run import build_features
 from pipeline.summary import text
@@ -32,73 +30,87 @@ def ray_local():
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def undisturbed(ray_local, tmp_path_factory):
-    """(folder, corpus file, result) of a run with nothing in its way."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    corpus = corpus_file(folder)
-    return folder, corpus, build_features(configured(folder, corpus))
+CHANGES = [
+    *("sources.demo.count=28", "sources.demo.heldout=4", "target.max_length=320"),
+    *("regenerate.max_new_tokens=10", "regenerate.batch_size=8"),  # 32 prompts: two tasks
+    *("prefill.shard_tokens=512", "prefill.storage_dtype=fp32", "prefill.batch_tokens=600"),
+]
 
 
-def test_store_holds_the_targets_features(undisturbed, tiny):
-    _, _, result = undisturbed
-    assert result.complete and result.counts["computed_shards"] == result.counts["shards"] >= 4
-    assert result.counts["stored_documents"] == result.counts["documents"] == 60
-    assert_features_are_the_targets(result.store_path, tiny)
-    assert "60" in text(result)
+@pytest.mark.spawn
+def test_whatever_is_killed_the_store_is_the_undisturbed_one(ray_local, tmp_path, tiny):
+    """A driver while the target writes answers, the next driver while features are computed, then a worker.
 
+    Undisturbed is a run without Ray: serial and parallel writers give the same bytes.
+    """
+    changes = [
+        *("sources.demo.count=28", "sources.demo.heldout=4", "target.max_length=320"),
+        *("regenerate.max_new_tokens=10", "regenerate.batch_size=8"),  # 32 prompts: two tasks
+        *("prefill.shard_tokens=512", "prefill.storage_dtype=fp32", "prefill.batch_tokens=600"),
+        *("ray.actors=1", "ray.cpus_per_actor=1"),
+    ]
+    expected = serially(configured(tmp_path, "demo", *changes, name="calm"), tiny)
+    shards = len(list(Path(expected).glob("commits/*.json")))
+    assert shards >= 8
 
-def test_regenerated_corpus_and_what_a_second_run_does(ray_local, tmp_path, tiny):
-    changes = ["sources.demo.heldout=4", "regenerate.max_new_tokens=10", "regenerate.batch_size=8"]
-    changes += ["prefill.shard_tokens=1024", "prefill.storage_dtype=fp32", "target.max_length=320"]
-    cfg = configured(tmp_path, "demo", "sources.demo.count=12", *changes)
-    first = build_features(cfg)
-    assert first.complete and first.answers["answers"] == 16
-    assert_features_are_the_targets(first.store_path, tiny)
+    cfg = configured(tmp_path, "demo", *changes)
+    address = ray_local.get_runtime_context().gcs_address  # a Ray of its own would start for some 10 s
+    command = [sys.executable, "-m", "pipeline", "--model", "tiny", "--corpus", "demo", *changes]
+    command += [f"store_root={cfg.store_root}", f"data_root={cfg.data_root}", f"ray.address={address}"]
+    parts, commits = "data-a/tiny/responses-*/part-*.parquet", "store-a/tiny/*/commits/*.json"
 
-    def files():
-        paths = [p for root in ("store-a", "data-a") for p in (tmp_path / root).rglob("*") if p.is_file()]
-        return {str(p): p.stat().st_mtime_ns for p in paths if p.suffix in {".parquet", ".json"} or "/c/" in str(p)}
+    def run_until(pattern):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+        deadline = time.monotonic() + 200
+        while not list(tmp_path.glob(pattern)):
+            assert process.poll() is None and time.monotonic() < deadline, process.stderr.read().decode()
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
-    before = files()
-    second = build_features(cfg)
-    assert second.counts["computed_shards"] == 0 and second.throughput is None
-    rewritten = {"manifest.json", "rejects.parquet", "features.json", "prefill_rate.json", "zarr.json"}
-    assert {p: t for p, t in files().items() if Path(p).name not in rewritten} == {
-        p: t for p, t in before.items() if Path(p).name not in rewritten
-    }
+    run_until(parts)
+    (answered,) = tmp_path.glob(parts)
+    kept = answered.stat().st_mtime_ns
+    assert not list(tmp_path.glob("data-a/tiny/*/documents.json"))
+    run_until(commits)
+    time.sleep(0.5)  # the orphaned actor may commit one more before it notices
+    committed = {p: p.stat().st_mtime_ns for p in tmp_path.glob(commits)}
+    assert 1 <= len(committed) < shards
 
-    larger = configured(tmp_path, "demo", "sources.demo.count=15", *changes)
-    documents, _ = build_documents(larger, TargetFront(larger.target))
-    assert len(documents) == 19
-    parts = sorted((tmp_path / "data-a" / "tiny").glob("responses-*/part-*.parquet"))
-    answers = sum(pa.parquet.read_table(p).num_rows for p in parts)
-    assert answers == 19, "the larger corpus asks only for its three new prompts"
-
-
-def test_killed_worker(undisturbed, ray_local):
-    folder, corpus, expected = undisturbed
-    cfg = configured(folder, corpus, name="worker")
     killed, before = [], actor_processes()
 
     def kill_one():
         while not killed:
-            actors = [pid for pid in actor_processes() if pid not in before]
-            while actors and not list(folder.glob("store-worker/tiny/*/commits/*.json")):
-                time.sleep(0.005)
-            for pid in actors:
-                os.kill(pid, signal.SIGKILL)
-                killed.append(pid)
+            time.sleep(0.005)
+            if len(list(tmp_path.glob(commits))) > len(committed):
+                for pid in set(actor_processes()) - set(before):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
 
-    thread = threading.Thread(target=kill_one, daemon=True)
-    thread.start()
+    threading.Thread(target=kill_one, daemon=True).start()
     result = build_features(cfg)
-    assert killed
-    assert_equal_stores(result.store_path, expected.store_path)
+    assert killed and result.complete and result.counts["computed_shards"] == shards - len(committed)
+    assert {p: p.stat().st_mtime_ns for p in committed} == committed, "a committed shard is computed once"
+    assert answered.stat().st_mtime_ns == kept, "the answers of a finished task are asked for once"
+    assert result.counts["stored_documents"] == result.answers["answers"] == 32 and "32" in text(result)
+    assert_equal_stores(result.store_path, expected)
+    assert_features_are_the_targets(result.store_path, tiny)
+
+    def files():
+        paths = [p for root in ("store-a", "data-a") for p in (tmp_path / root).rglob("*") if p.is_file()]
+        rewritten = {"manifest.json", "rejects.parquet", "features.json", "prefill_rate.json", "zarr.json"}
+        return {p: p.stat().st_mtime_ns for p in paths if p.name not in rewritten}
+
+    done = files()
+    second = build_features(cfg)
+    assert second.counts["computed_shards"] == 0 and second.throughput is None and files() == done
 
 
 class Dies(Work):
-    """An actor whose process ends at every task."""
+    """An actor whose process ends at every task; without torch, whose import takes seconds."""
+
+    def __init__(self, threads, cwd):
+        pass
 
     def run(self, row):
         os._exit(17)
@@ -116,27 +128,3 @@ def test_crash_looping_actor_ends_the_job_with_its_reason(ray_local):
         list(run_until_done(lambda: rows, Dies, {}, RayConfig(actors=1, max_failures=0)))
     with pytest.raises(StoreError, match="bring it back"):
         list(run_until_done(lambda: rows, Refuses, {}, RayConfig(actors=1)))
-
-
-@pytest.mark.spawn
-def test_killed_driver(undisturbed):
-    folder, corpus, expected = undisturbed
-    cfg = configured(folder, corpus, name="driver")
-    command = [sys.executable, "-m", "pipeline", "--model", "tiny", "--corpus", corpus]
-    command += [f"store_root={cfg.store_root}", f"data_root={cfg.data_root}", "ray.num_cpus=1"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
-    deadline = time.monotonic() + 200
-    while not list(folder.glob("store-driver/tiny/*/commits/*.json")):
-        assert process.poll() is None and time.monotonic() < deadline, process.stderr.read().decode()
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    committed = len(list(folder.glob("store-driver/tiny/*/commits/*.json")))
-    result = build_features(cfg)
-    # the orphaned actor may have committed one more before it noticed
-    assert (
-        result.counts["shards"] - committed - 2
-        <= result.counts["computed_shards"]
-        <= result.counts["shards"] - committed
-    )
-    assert_equal_stores(result.store_path, expected.store_path)
