@@ -151,7 +151,12 @@ class SftConfig(Config):
         return self
 
     @pydantic.model_validator(mode="after")
-    def _muon(self) -> "SftConfig":
+    def _engine(self) -> "SftConfig":
+        if self.engine.zero_stage == 0 and self.engine.dtype == "bf16":
+            raise ValueError(
+                "engine.zero_stage = 0 with engine.dtype = 'bf16' is a pair that DeepSpeed does not do with fp32 "
+                "accumulation; use stage 1, which is the same on one rank"
+            )
         if self.optim.matrices == "muon" and self.engine.zero_stage not in (1, 2):
             raise ValueError(
                 f"optim.matrices = 'muon' is not done under engine.zero_stage = {self.engine.zero_stage} (3 cuts the "

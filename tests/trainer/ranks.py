@@ -9,7 +9,7 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def spawn(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
+def spawn(world: int, work: Callable[..., Any], *args: Any, timeout_s: float = 240) -> list[Any]:
     """`work(world_object, *args)` on every rank; returns the ranks' results in order.
 
     Raises:

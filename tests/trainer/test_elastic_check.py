@@ -48,7 +48,8 @@ def matrix(runs, tiny_store) -> Path:
         for z in ZEROS:
             jobs += [(f"{n}-z{z}", zero(z), None), (f"{n}-z{z}-again", zero(z), (f"{n}-z{z}", 2))]
             bf16 = [*zero(z), "engine.dtype=bf16"]
-            jobs += [(f"{n}-bf16-z{z}", bf16, None), (f"{n}-bf16-z{z}-again", bf16, (f"{n}-bf16-z{z}", 2))]
+            if z:
+                jobs += [(f"{n}-bf16-z{z}", bf16, None), (f"{n}-bf16-z{z}-again", bf16, (f"{n}-bf16-z{z}", 2))]
             jobs += [(f"{m}-z{z}-on-{n}", zero(z), (f"{m}-z{z}", 2)) for m in WORLDS if m < n]
         go(n, jobs)
     go(1, [(f"{m}-z{z}-on-1", zero(z), (f"{m}-z{z}", 2)) for m in (2, 4) for z in ZEROS])
@@ -60,9 +61,8 @@ def matrix(runs, tiny_store) -> Path:
 
 
 @pytest.mark.parametrize("n", WORLDS)
-@pytest.mark.parametrize("z", ZEROS)
-@pytest.mark.parametrize("dtype", ["", "bf16-"])
-def test_resumes_bit_for_bit_on_as_many_ranks(matrix, n, z, dtype):
+@pytest.mark.parametrize(("dtype", "z"), [*(("", z) for z in ZEROS), *(("bf16-", z) for z in ZEROS if z)])
+def test_resumes_bit_for_bit_on_as_many_ranks(matrix, n, dtype, z):
     assert records(matrix / f"{n}-{dtype}z{z}-again") == records(matrix / f"{n}-{dtype}z{z}")
 
 
@@ -93,7 +93,7 @@ def test_five_kills_change_nothing(tiny_store, tmp_path):
     print(f"seed {seed}")
     overrides = [f"train.steps={steps}", "train.save_every=5", "train.eval_every=20"]
     whole = tmp_path / "a" / "runs" / "run"
-    assert spawn(2, train_all, tiny_store, [(str(whole), overrides, None)]) == [[None]] * 2
+    assert spawn(2, train_all, tiny_store, [(str(whole), overrides, None)], timeout_s=500) == [[None]] * 2
     cwd = tmp_path / "b"
     cwd.mkdir()
     run, kills = cwd / "runs" / "run", 0

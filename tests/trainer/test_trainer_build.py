@@ -165,7 +165,9 @@ def test_a_second_ctrl_c_ends_at_once(root):
         process.kill()
 
 
-def test_muon_needs_whole_matrices():
+def test_stages_that_deepspeed_does_not_do_are_refused():
+    with pytest.raises(ConfigError, match=r"zero_stage = 0 with engine.dtype = 'bf16' is a pair .*use stage 1"):
+        load_config(SftConfig, RECIPES / "sft.toml", ["engine.zero_stage=0"])
     with pytest.raises(ConfigError, match=r"'muon' is not done under engine.zero_stage = 3 .*use stage 1 or 2"):
         load_config(SftConfig, RECIPES / "sft.toml", ["optim.matrices=muon", "engine.zero_stage=3"])
     cfg = load_config(SftConfig, RECIPES / "sft.toml", ["optim.matrices=muon"])
