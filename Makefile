@@ -50,7 +50,7 @@ submit: install ## JOB=features|train|eval ON=ray|kuberay|slurm|local MODEL= [PR
 	@$(PY) -m infra submit "$(JOB)" --on "$(ON)" "MODEL=$(MODEL)" $(if $(PROFILE),--profile "$(PROFILE)") $(if $(DRAFTER),"DRAFTER=$(DRAFTER)") $(ARGS)
 
 cluster-test: install ## clusters on this machine (root, Linux): kill workers, drivers, hosts and links; nothing may be lost
-	@$(PY) -m pytest -x -s -p no:xdist tests/cluster/check_*.py $(ARGS)
+	@$(PY) -m pytest -x -s -p no:xdist --timeout 1200 tests/cluster/check_*.py $(ARGS)
 
 ui: install ## [PORT=]: the MLflow pages on http://127.0.0.1:5000
 	@$(PY) -m infra ui --port $(PORT)

@@ -24,13 +24,13 @@ def test_two_hosts_are_as_fast_as_one_and_even(cluster, folder):
     hosts = cluster.hosts
     corpus(folder, ROWS, shard_tokens=SHARD)
     two = cluster.features("two", "data_root=data-two", "store_root=s3://bucket/two")
-    wait_for(lambda: two.poll() is not None, 150, f"two hosts: {hosts.log('two')[-2000:]}", 0.5)
+    wait_for(lambda: two.poll() is not None, 300, f"two hosts: {hosts.log('two')[-2000:]}", 0.5)
     assert two.returncode == 0, hosts.log("two")[-3000:]
     alone = [sys.executable, "-m", "pipeline", "--model", "tiny", "--corpus", str(folder / "kept.toml")]
     alone += ["ray.address=local", "ray.num_cpus=2", "ray.actors=2", "ray.cpus_per_actor=1"]
     alone += ["data_root=data-one", "store_root=s3://bucket/one"]
     one = hosts.start("a", alone, "one", **cluster.cluster | {"RAY_AUTH_MODE": "disabled"})
-    wait_for(lambda: one.poll() is not None, 150, f"one host: {hosts.log('one')[-2000:]}", 0.5)
+    wait_for(lambda: one.poll() is not None, 300, f"one host: {hosts.log('one')[-2000:]}", 0.5)
     assert one.returncode == 0, hosts.log("one")[-3000:]
     a, b = cluster.result("data-two"), cluster.result("data-one")
     ratio = a["throughput"] / b["throughput"]
@@ -54,14 +54,14 @@ def test_ray_train_goes_on_after_a_host_died(cluster, folder):
     )
     run = folder / "runs" / "torn"
     report = lambda: hosts.log("torn")[-3000:]  # noqa: E731
-    wait_for(lambda: len(records(run)) >= 20 or job.poll() is not None, 120, "steps", report=report)
+    wait_for(lambda: len(records(run)) >= 20 or job.poll() is not None, 240, "steps", report=report)
     hosts.kill("b")
     at = len(records(run))
     say(f"ray train: killed host b of two after {at} of {steps} steps; it is replaced")
     assert at < steps and job.poll() is None, report()
     hosts.boot("b")
     cluster.start_worker("b")
-    wait_for(lambda: job.poll() is not None, 200, "the end of the training", 0.5, report=report)
+    wait_for(lambda: job.poll() is not None, 400, "the end of the training", 0.5, report=report)
     assert job.returncode == 0 and "resuming at step" in hosts.log("torn"), report()
     expected, found = records(folder / "runs" / "whole"), records(run)
     assert sorted(found) == sorted(expected) == list(range(steps))

@@ -38,14 +38,14 @@ def test_a_wrong_token_is_refused(cluster):
 def test_the_store_survives_a_host_a_cable_and_the_driver(cluster, folder):
     hosts = cluster.hosts
     corpus(folder, ROWS, shard_tokens=SHARD)
-    undisturbed = hosts.python("store", WRITE_STORE, str(folder / "kept.toml"), str(folder / "alone"), timeout=200)
+    undisturbed = hosts.python("store", WRITE_STORE, str(folder / "kept.toml"), str(folder / "alone"), timeout=300)
     undisturbed = undisturbed.strip().splitlines()[-1]
     first = cluster.features("first")
     done = functools.partial(cluster.commits, "store/tiny/")
 
     def more(n):
         what = f"{n} shards: {hosts.log('first')[-2000:]}"
-        wait_for(lambda: first.poll() is not None or done() >= n, 120, what, 0.5)
+        wait_for(lambda: first.poll() is not None or done() >= n, 240, what, 0.5)
 
     more(10)
     at = done()
@@ -69,7 +69,7 @@ def test_the_store_survives_a_host_a_cable_and_the_driver(cluster, folder):
     say(f"ray: killed the driver ({killed} processes) at {before} shards; the job is reported as failed")
     assert killed and first.returncode != 0
     second = cluster.features("second")
-    wait_for(lambda: second.poll() is not None, 200, f"the second job: {hosts.log('second')[-2000:]}", 0.5)
+    wait_for(lambda: second.poll() is not None, 400, f"the second job: {hosts.log('second')[-2000:]}", 0.5)
     assert second.returncode == 0, hosts.log("second")[-3000:]
     result = cluster.result("data")
     counts = result["counts"]

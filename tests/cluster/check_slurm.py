@@ -107,7 +107,7 @@ def test_training_is_stopped_requeued_and_goes_on(slurm, store, folder):
     )
     log = folder / "logs" / f"{job}.log"
     metrics = folder / "runs" / "s"
-    wait_for(lambda: len(records(metrics)) >= 8, 120, f"steps of job {job}", 0.5, report=lambda: tail(log))
+    wait_for(lambda: len(records(metrics)) >= 8, 240, f"steps of job {job}", 0.5, report=lambda: tail(log))
     run("a", "scancel", "--signal=TERM", "--batch", job)
     wait_for(
         lambda: "saved; the same command goes on" in log.read_text(),
@@ -117,8 +117,8 @@ def test_training_is_stopped_requeued_and_goes_on(slurm, store, folder):
     )
     at = max(records(metrics)) + 1
     say(f"slurm: job {job} on 2 nodes was told to stop (preemption) and saved at step {at} of 400")
-    wait_for(lambda: "resuming at step" in log.read_text(), 150, f"the requeued job {job}", 1, report=lambda: tail(log))
-    wait_for(lambda: ended(run, job), 150, f"the end of job {job}", 1, report=lambda: tail(log))
+    wait_for(lambda: "resuming at step" in log.read_text(), 240, f"the requeued job {job}", 1, report=lambda: tail(log))
+    wait_for(lambda: ended(run, job), 300, f"the end of job {job}", 1, report=lambda: tail(log))
     assert sorted(records(metrics)) == list(range(400)), tail(log)
     assert (metrics / "drafter" / "model.safetensors").is_file()
     assert f"resuming at step {at} of 400" in log.read_text() and state(run, job) == "COMPLETED"
@@ -129,7 +129,7 @@ def test_an_array_job_trains_every_setting(slurm, store, folder):
     _hosts, run = slurm
     words = ["MODEL=tiny", "RECIPE=sft-fast", *RECIPE, f"data.store={store}", "train.steps=8"]
     job = submit(run, "train", *words, "--sweep", "loss.weighting=decay,dpace")
-    wait_for(lambda: ended(run, job), 150, "the array", 1)
+    wait_for(lambda: ended(run, job), 300, "the array", 1)
     for name in ("tiny-decay", "tiny-dpace"):
         assert sorted(records(folder / "runs" / name)) == list(range(8)), tail(folder / "logs" / f"{job}_0.log")
     say(f"slurm: array job {job} trained two settings side by side")
@@ -139,7 +139,7 @@ def test_features_run_under_symmetric_run(slurm, store, folder):
     _hosts, run = slurm
     job = submit(run, "features", "MODEL=tiny", "CORPUS=kept.toml", "store_root=store-slurm", "data_root=data-slurm")
     log = folder / "logs" / f"{job}.log"
-    wait_for(lambda: ended(run, job), 200, f"job {job}", 1, report=lambda: tail(log))
+    wait_for(lambda: ended(run, job), 400, f"job {job}", 1, report=lambda: tail(log))
     made = list(folder.glob("store-slurm/tiny/*/manifest.json"))
     assert len(made) == 1 and made[0].parent.name == Path(store).name, tail(log, 3000)
     assert not list((folder / "logs").glob("*.token")), "the token outlives the job"

@@ -46,7 +46,7 @@ def test_one_of_two_hosts_dies_and_the_other_goes_on(hosts, store, folder):
     slow = [*trainer(store, steps, "name=torn", "train.save_every=1", options=together)]
     ranks = [hosts.start(n, slow, f"rank-{n}") for n in ("a", "b")]
     run = folder / "runs" / "torn"
-    wait_for(lambda: len(records(run)) >= 6 or ranks[0].poll() is not None, 120, "steps on two hosts", 0.1)
+    wait_for(lambda: len(records(run)) >= 6 or ranks[0].poll() is not None, 240, "steps on two hosts", 0.1)
     hosts.kill("b")
     wait_for(lambda: ranks[0].poll() is not None, 90, f"host a to notice: {hosts.log('rank-a')[-2000:]}", 0.2)
     assert ranks[0].returncode != 0, hosts.log("rank-a")[-3000:]
@@ -90,7 +90,7 @@ def test_two_hosts_log_to_mlflow_on_postgresql(hosts, store, folder):
     hosts.start("db", [*mlflow, "--artifacts-destination", str(folder / "artifacts")], "mlflow")
     ping = "import urllib.request as u; u.urlopen('http://db:5000/health', timeout=5)"
     up = lambda: hosts.run("a", [sys.executable, "-c", ping]).returncode == 0  # noqa: E731
-    wait_for(up, 120, "MLflow", 1, report=lambda: hosts.log("mlflow")[-1500:])
+    wait_for(up, 240, "MLflow", 1, report=lambda: hosts.log("mlflow")[-1500:])
     names = {"a": "from-a", "b": "from-b"}
     if "b" not in hosts.inits:
         hosts.boot("b")
@@ -101,7 +101,7 @@ def test_two_hosts_log_to_mlflow_on_postgresql(hosts, store, folder):
         for host, name in names.items()
     }
     for host, process in runs.items():
-        wait_for(lambda p=process: p.poll() is not None, 150, f"training on {host}", 0.5)
+        wait_for(lambda p=process: p.poll() is not None, 300, f"training on {host}", 0.5)
         assert process.returncode == 0, hosts.log(names[host])[-3000:]
     found = json.loads(hosts.python("a", READ))
     assert found == {name: ["FINISHED", list(range(4, 41, 4))] for name in names.values()}, found

@@ -126,13 +126,13 @@ class Hosts:
         self.started.append(process)
         return process
 
-    def run(self, name: str, command: list[str], timeout: float = 120, **env: str) -> subprocess.CompletedProcess:
+    def run(self, name: str, command: list[str], timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
         return subprocess.run(
             self._enter(name, command), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
             env=self._env(env), cwd=self.folder,
         )  # fmt: skip
 
-    def python(self, name: str, code: str, *arguments: str, timeout: float = 120, **env: str) -> str:
+    def python(self, name: str, code: str, *arguments: str, timeout: float = 300, **env: str) -> str:
         """What a small program on the host prints."""
         done = self.run(name, [sys.executable, "-c", code, *arguments], timeout, **env)
         assert done.returncode == 0, done.stderr[-3000:]

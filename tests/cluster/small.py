@@ -70,7 +70,7 @@ print(writer.uri)
 def write_store(hosts, name: str, folder: Path, rows: int = 60) -> str:
     """URI of a finished local store, made on host `name`."""
     toml = corpus(folder, rows)
-    return hosts.python(name, WRITE_STORE, str(toml), str(folder / "store"), timeout=180).strip().splitlines()[-1]
+    return hosts.python(name, WRITE_STORE, str(toml), str(folder / "store"), timeout=300).strip().splitlines()[-1]
 
 
 def trainer(store: str, *overrides: str, nproc: int = 1, options: tuple[str, ...] = ()) -> list[str]:
