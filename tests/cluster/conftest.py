@@ -1,5 +1,6 @@
 """`make cluster-test`: files named check_*.py, which the default run does not collect."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "pipeline"), str(HERE.parent / "trainer")]
+
+signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts are taken down then too
 
 from hosts import Hosts, missing  # noqa: E402
 
