@@ -164,15 +164,12 @@ def scaling_rows(bench: BenchConfig, cfg: FeaturesConfig, folder: Path) -> list[
     finally:
         cluster.shutdown()
 
-    def between(a: tuple[int, int], b: tuple[int, int]) -> float:
-        return (tokens[b] - tokens[a]) / (seconds[b] - seconds[a])
-
     what = "prefill through Ray"
-    later, earlier = between((1, 2), (1, 4)), between((1, 1), (1, 2))
-    one, two = (tokens[n, 4] / seconds[n, 4] for n in (1, 2))
+    rate = {key: tokens[key] / seconds[key] for key in tokens}
     return [
-        result(f"{what}, from 2 x to 4 x the corpus", "tokens/s", later, earlier, "from 1 x to 2 x"),
-        result(f"{what} with 2 actors on 2 nodes", "tokens/s", two, one, "1 actor"),
+        result(f"{what} at 2 x the corpus", "tokens/s", rate[1, 2], rate[1, 1], "at 1 x the corpus"),
+        result(f"{what} at 4 x the corpus", "tokens/s", rate[1, 4], rate[1, 1], "at 1 x the corpus"),
+        result(f"{what} with 2 actors on 2 nodes", "tokens/s", rate[2, 4], rate[1, 4], "1 actor"),
         result(
             f"{what}, tokens of the less busy of 2 nodes",
             "share",
