@@ -64,7 +64,7 @@ def run(cfg: StudyConfig) -> dict[str, Any]:
             at, record = train_row(cfg, name, seed, model, stores["greedy"], sft, world), folder / "results"
             rows[name][str(seed)] = measured(record / f"{name}-{seed}.json", at, texts, head)
             spent = time.monotonic() - began
-            tau = np.sum(rows[name][str(seed)]["greedy"], 1)
+            tau = np.sum(rows[name][str(seed)]["greedy"], 0)
             print(f"{name}, seed {seed}: τ {tau[0] / tau[1]:.3f} ({spent:.0f} s)", file=sys.stderr, flush=True)
     result = report.summarise(rows, cfg, target.name, stores, provenance())
     write_json(folder / "study.json", result)
