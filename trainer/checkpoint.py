@@ -113,7 +113,8 @@ def needs_universal(checkpoint: Path | None, zero_stage: int, world_size: int) -
     """Whether the optimiser's shards of the checkpoint are laid out for other ranks or another stage.
 
     Raises:
-        CheckpointError: saved under a stage whose files this one cannot read: only 1 and 2 are alike.
+        CheckpointError: saved under a stage whose files this one cannot read (only 1 and 2 are alike), or under ZeRO-3
+            by another number of ranks.
     """
     if checkpoint is None:
         return False
@@ -122,6 +123,11 @@ def needs_universal(checkpoint: Path | None, zero_stage: int, world_size: int) -
         raise CheckpointError(
             f"checkpoint {checkpoint} was saved under ZeRO-{meta['zero_stage']}, which ZeRO-{zero_stage} cannot read; "
             f"resume with engine.zero_stage={meta['zero_stage']}, or begin another run from its drafter (INIT=)"
+        )
+    if zero_stage == 3 and meta["world_size"] != world_size:
+        raise CheckpointError(
+            f"checkpoint {checkpoint} was saved under ZeRO-3 by {meta['world_size']} ranks, and its losses do not go on "
+            f"on {world_size}; resume it on {meta['world_size']}, or begin another run from its drafter (INIT=)"
         )
     saved = (meta["world_size"], meta["zero_stage"])
     return saved != (world_size, zero_stage) and max(meta["zero_stage"], zero_stage) > 0

@@ -50,13 +50,13 @@ def matrix(runs, tiny_store) -> Path:
             bf16 = [*zero(z), "engine.dtype=bf16"]
             if z:
                 jobs += [(f"{n}-bf16-z{z}", bf16, None), (f"{n}-bf16-z{z}-again", bf16, (f"{n}-bf16-z{z}", 2))]
-            jobs += [(f"{m}-z{z}-on-{n}", zero(z), (f"{m}-z{z}", 2)) for m in WORLDS if m < n]
+            jobs += [(f"{m}-z{z}-on-{n}", zero(z), (f"{m}-z{z}", 2)) for m in WORLDS if m < n and z < 3]
         go(n, jobs)
-    go(1, [(f"{m}-z{z}-on-1", zero(z), (f"{m}-z{z}", 2)) for m in (2, 4) for z in ZEROS])
-    back = [(f"2-z{z}-on-1-on-2", zero(z), (f"2-z{z}-on-1", 4)) for z in ZEROS]
+    go(1, [(f"{m}-z{z}-on-1", zero(z), (f"{m}-z{z}", 2)) for m in (2, 4) for z in ZEROS[:3]])
+    back = [(f"2-z{z}-on-1-on-2", zero(z), (f"2-z{z}-on-1", 4)) for z in ZEROS[:3]]
     # the stage may change too: 1 -> 2 -> 1
     stages = [("2-z1-on-z2", zero(2), ("2-z1", 2)), ("2-z1-on-z2-on-z1", zero(1), ("2-z1-on-z2", 4))]
-    go(2, [*back, *[(f"4-z{z}-on-2", zero(z), (f"4-z{z}", 2)) for z in ZEROS], *stages])
+    go(2, [*back, *[(f"4-z{z}-on-2", zero(z), (f"4-z{z}", 2)) for z in ZEROS[:3]], *stages])
     return runs
 
 
@@ -72,7 +72,7 @@ def test_ranks_and_stages_change_nothing_but_rounding(matrix, n, z):
     assert_close(records(matrix / f"{n}-z{z}"), records(matrix / "1-z1"))
 
 
-@pytest.mark.parametrize("z", ZEROS)
+@pytest.mark.parametrize("z", ZEROS[:3])
 @pytest.mark.parametrize("m", WORLDS)
 @pytest.mark.parametrize("n", WORLDS)
 def test_other_ranks_go_on(matrix, m, n, z):
@@ -81,7 +81,7 @@ def test_other_ranks_go_on(matrix, m, n, z):
     assert_close(records(matrix / f"{m}-z{z}-on-{n}"), records(matrix / "1-z1"))
 
 
-@pytest.mark.parametrize("run", [*(f"2-z{z}-on-1-on-2" for z in ZEROS), "2-z1-on-z2", "2-z1-on-z2-on-z1"])
+@pytest.mark.parametrize("run", [*(f"2-z{z}-on-1-on-2" for z in ZEROS[:3]), "2-z1-on-z2", "2-z1-on-z2-on-z1"])
 def test_there_and_back(matrix, run):
     assert_close(records(matrix / run), records(matrix / "1-z1"))
 

@@ -151,7 +151,12 @@ def test_a_stage_that_cannot_read_the_checkpoint_says_which_can(back):
     assert "was saved under ZeRO-1, which ZeRO-3 cannot read; resume with engine.zero_stage=1" in back["other-stage"]
 
 
-@pytest.mark.parametrize("zero", ZEROS)
+def test_zero_3_stays_on_as_many_ranks(back, two_ranks, whole):
+    assert_close(records(two_ranks["zero3"]), records(whole))
+    assert "was saved under ZeRO-3 by 2 ranks" in back["zero3"] and "resume it on 2" in back["zero3"]
+
+
+@pytest.mark.parametrize("zero", ZEROS[:2])
 def test_two_ranks_go_on_where_one_stopped_and_back(two_ranks, back, whole, runs, zero):
     assert_close(records(two_ranks[zero]), records(whole))
     assert back[zero] is None
