@@ -103,10 +103,18 @@ class Hosts:
         wait_for(up.is_file, 20, f"host {name}")
 
     def kill(self, name: str) -> None:
-        """Power off: every process of the host ends at once, its network is gone."""
+        """A crash: every process of the host ends at once, the kernel closes their connections, the network goes.
+
+        Peers see connections that end. (Without power nothing is closed: `cut` before `kill`.)
+        """
         init = self.inits.pop(name)
         os.killpg(init.pid, signal.SIGKILL)
         init.wait()
+        pids = ["ip", "netns", "pids", self._net(name)]
+        end = time.monotonic() + 10
+        while subprocess.run(pids, capture_output=True).stdout.strip() and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(0.3)  # the last packets leave
         subprocess.run(["ip", "netns", "del", self._net(name)], capture_output=True)
         subprocess.run(["ip", "-n", self.switch, "link", "del", self._port(name)], capture_output=True)
 
