@@ -127,7 +127,7 @@ def needs_universal(checkpoint: Path | None, zero_stage: int, world_size: int) -
     if zero_stage == 3 and meta["world_size"] != world_size:
         raise CheckpointError(
             f"checkpoint {checkpoint} was saved under ZeRO-3 by {meta['world_size']} ranks, and its losses do not "
-            f"continue on {world_size}; resume it on {meta['world_size']}, or begin another run from its drafter (INIT=)"
+            f"continue on {world_size}; resume it on {meta['world_size']}, or begin anew from its drafter (INIT=)"
         )
     saved = (meta["world_size"], meta["zero_stage"])
     return saved != (world_size, zero_stage) and max(meta["zero_stage"], zero_stage) > 0
