@@ -66,7 +66,4 @@ def _finite_bits(flat: np.ndarray, infinity: int) -> bool:
     # Seen as signed, the first are the largest; seen as unsigned, the second are. Two maxima, no temporary.
     signed = flat.dtype.str.replace("u", "i")
     sign = 1 << (8 * flat.itemsize - 1)
-    # In blocks of 256 KB, so that the second look finds them in the cache.
-    step = 256 * 1024 // flat.itemsize
-    blocks = (flat[a : a + step] for a in range(0, len(flat), step))
-    return all(b.view(signed).max() < infinity and b.max() < infinity + sign for b in blocks)
+    return not len(flat) or bool(flat.view(signed).max() < infinity and flat.max() < infinity + sign)

@@ -17,7 +17,7 @@ Verify = Literal["first_touch", "always", "never"]
 SMALL_OBJECT_BYTES = 256 * 1024
 """remote objects up to this size come in one request (token ids of 32,768 tokens: 128 kB)"""
 JOB_BYTES = 2 * 2**20
-"""read at once by one thread: enough to make calls cheap, few enough to be checked in the cache"""
+"""read or written at once by one thread: enough to make calls cheap, few enough to be checked in the cache"""
 
 
 class ShardObject:

@@ -28,7 +28,7 @@ from features.files import Files, is_remote, open_files
 from features.layout import ArrayLayout, array_layouts
 from features.plan import PLAN_SCHEMA, corpus_digest, document_id, num_shards
 from features.precision import encode
-from features.shard_object import ShardObjectWriter
+from features.shard_object import JOB_BYTES, ShardObjectWriter
 from features.spec import FeatureSpec, no_store, parse_spec, store_path
 from features.threads import Helpers
 from infra.errors import DataError, SpecMismatch, StoreError
@@ -292,11 +292,12 @@ class StoreWriter:
         c, n, storage = hidden.layout.chunk_tokens, len(hidden_SLD), self.spec.storage_dtype
         if hidden_SLD.device.type != "cpu":
             hidden_SLD = hidden_SLD.cpu()  # in one transfer
-        # Whole chunks go out at once, one by one: encoded, looked at, summed and written while in the cache.
+        # Whole chunks go out at once, job by job: encoded, looked at, summed and written while in the cache.
         # Example, c = 16, start = 10, n = 40: rows 0-5 belong to a chunk shared with the document before, rows 6-37
         # are two whole chunks, rows 38-39 begin a chunk that the next document goes on with.
         first = min(-start % c, n)
         last = max(first, n - (start + n) % c)
+        step = max(1, JOB_BYTES // hidden.layout.chunk_bytes) * c
         finite: list[bool] = []
 
         def bits_of(a: int, b: int) -> np.ndarray:
@@ -306,10 +307,10 @@ class StoreWriter:
                 scale_SL[a:b] = scale
             return bits
 
-        def job(a: int) -> None:
-            hidden.write((start + a) // c, bits_of(a, a + c))
+        def job(a: int, b: int) -> None:
+            hidden.write((start + a) // c, bits_of(a, b))
 
-        self._helpers.run([functools.partial(job, a) for a in range(first, last, c)])
+        self._helpers.run([functools.partial(job, a, min(a + step, last)) for a in range(first, last, step)])
         edges = [(a, bits_of(a, b)) for a, b in ((0, first), (last, n)) if a < b]
         if not all(finite):
             return False
