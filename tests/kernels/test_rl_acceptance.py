@@ -175,13 +175,13 @@ def test_group_gradient_has_the_closed_form_as_its_mean(blocks, baseline):
     group, generator = acceptance.Group(size=4, baseline=baseline), torch.Generator().manual_seed(5)
     for gains in REWARDS.values():
         goal = Acceptance(gains, log=False, temperature=0.8)
-        drawn = grads(500, blocks, dataclasses.replace(goal, group=group, generator=generator), reference)
+        drawn = grads(2000, blocks, dataclasses.replace(goal, group=group, generator=generator), reference)
         exact = grads(1, blocks, goal)[0]
         # projected on random directions, each z is N(0, 1) when the means agree
         along = torch.randn(drawn.shape[1], 24, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
         projected = (drawn - exact) @ along
         z = projected.mean(0) / (projected.std(0) / math.sqrt(len(drawn)))
-        assert float(z.abs().max()) < 4.0
+        assert float(z.abs().max()) < 4.5  # 144 of them over all cases: one in a thousand by chance
         assert float((exact @ along).norm()) > 3 * float((projected.std(0) / math.sqrt(len(drawn))).norm())
 
 
@@ -255,7 +255,7 @@ def test_stale_rollouts_are_weighed_by_the_ratio(blocks):
     gains[:2] = 1.0
     goal = Acceptance(gains, log=False)
     generator = torch.Generator().manual_seed(5)
-    drawn = grads(500, blocks, dataclasses.replace(goal, group=group, generator=generator, rollout_AKD=stale))
+    drawn = grads(2000, blocks, dataclasses.replace(goal, group=group, generator=generator, rollout_AKD=stale))
     exact = grads(1, blocks, goal)[0]
     along = torch.randn(drawn.shape[1], 16, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     projected = (drawn - exact) @ along
