@@ -16,7 +16,7 @@ export TOKENIZERS_PARALLELISM ?= false
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 .venv/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("flashdraft: Python %d.%d is too old; install 3.11 or newer, or set PYTHON=" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
@@ -25,7 +25,7 @@ help: ## list the targets
 
 install: .venv/installed ## create .venv and install everything into it (the other targets do it themselves)
 
-demo: install ## the whole path on a laptop: corpus, features, training, τ before and after, MLflow (about 11 minutes)
+demo: install ## the whole path on a laptop: corpus, features, training, τ before and after, MLflow (about 10 minutes)
 	@$(PY) -m infra demo $(ARGS)
 
 features: install ## MODEL= CORPUS=: responses by the target, then its hidden states into the store
