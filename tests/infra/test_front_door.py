@@ -43,7 +43,7 @@ def test_make_help_lists_every_target(root):
     [
         (["-m", "trainer", "--model", "qwen3-9b"], ["unknown MODEL 'qwen3-9b'", "did you mean 'qwen3-8b'?"]),
         (["-m", "trainer", "--stage", "dpo"], ["unknown STAGE 'dpo'", "sft, rl, rl-onpolicy"]),
-        (["-m", "trainer", "--stage", "rl"], ["STAGE=rl", "not built yet"]),
+        (["-m", "trainer", "--stage", "rl"], ["stage 'rl'", "give INIT=runs/<sft run>"]),
         (["-m", "trainer", "--model", "tiny", "train.stepz=5"], ["unknown key 'train.stepz'", "did you mean 'steps'?"]),
         (["-m", "trainer", "--model", "tiny", "--recipe", "stf"], ["unknown recipe 'stf'", "sft"]),
         (["-m", "trainer", "--model", "tiny", "--nproc", "0"], ["--nproc '0'"]),

@@ -7,6 +7,7 @@
 Both are functions of the step alone, so a resumed run decodes only parts without a commit and reads the same batches.
 """
 
+import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
@@ -264,12 +265,13 @@ class RolloutStream:
                     )  # fmt: skip
                     streams[key] = stream, iter(stream)
                 stream, batches = streams[key]
+                step = self.step
                 for micro in range(stream.accumulation):
                     batch = next(batches)
                     self.data_wait_s += stream.last_wait_s
                     if micro == stream.accumulation - 1:
                         self.step += 1
-                    yield batch
+                    yield dataclasses.replace(batch, step=step)  # of the training, not of the part
         finally:
             for _, batches in streams.values():
                 batches.close()

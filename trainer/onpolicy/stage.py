@@ -69,9 +69,10 @@ class OnPolicyObjective(RlObjective):
         logprobs_AKT = np.full((A, K, r.top_k), -np.inf, np.float32)
         forward_AK, reverse_AK = np.zeros((A, K), np.float32), np.zeros((A, K), np.float32)
         decay_K = r.reverse_decay ** np.maximum(np.arange(K) - 1, 0)
+        cycles = self.rollouts.part(*self.rollouts.source(batch.step)).cycles
         at, documents = batch.anchor_position_A.tolist(), batch.anchor_document_A.tolist()
         for a, (d, start) in enumerate(zip(documents, at, strict=True)):
-            cycle = self._cycle(batch.documents[d], start) if d >= 0 else None
+            cycle = cycles.get((batch.documents[d], start)) if d >= 0 else None
             if cycle is None:
                 continue
             n = len(cycle["drafts"])
@@ -84,9 +85,6 @@ class OnPolicyObjective(RlObjective):
         device = batch.labels_AK.device
         tensors = (torch.from_numpy(x).to(device) for x in (ids_AKT, logprobs_AKT, forward_AK, reverse_AK))
         return Drafted(*tensors)
-
-    def _cycle(self, document: str, start: int) -> dict[str, Any] | None:
-        return next((c for p in self.rollouts.parts.values() if (c := p.cycles.get((document, start)))), None)
 
     def metrics(self) -> dict[str, float]:
         out = super().metrics() | {"recorded_blocks": float(self.recorded)}
