@@ -215,8 +215,12 @@ def bench_loss(n, A, device, dtype, clock):
     return out
 
 
-def bench_step(n, S, A, device, dtype, clock, execution):
-    """bf16 weights with AdamW on them: what the GPU does per step, without the fp32 masters of a real run."""
+def bench_step(n, S, A, device, dtype, clock, execution, whole_logits=False):
+    """bf16 weights with AdamW on them: what the GPU does per step, without the fp32 masters of a real run.
+
+    `whole_logits` with `execution` flex (a CPU: dense) is the way of speculators 0.9 and SpecForge 0.2, whose packages
+    a machine without network does not have: a mask over all blocks, logits of all slots at once, then the weights.
+    """
     torch.manual_seed(0)
     with torch.device(device):
         drafter = Drafter(drafter_config(n)).to(dtype)
@@ -228,8 +232,14 @@ def bench_step(n, S, A, device, dtype, clock, execution):
     def step():
         inputs = drafter.block_inputs(row.labels_AK, row.embedding_VD)
         out = drafter(row.hidden_SLD, row.positions_S, inputs, zero, row.anchors_A, row.anchors_A)
-        loss = weighted_cross_entropy(out, row.head_VD, row.labels_AK, row.mask_AK, decay(7.0))
-        (loss.numerator / loss.denominator).backward()
+        if whole_logits:
+            logits_AKV = out @ row.head_VD.T
+            losses = F.cross_entropy(logits_AKV.flatten(0, 1).float(), row.labels_AK.flatten(), reduction="none")
+            weights_AK = decay(7.0)(torch.ones_like(losses.view_as(row.labels_AK)), row.mask_AK)
+            ((losses.view_as(weights_AK) * weights_AK).sum() / weights_AK.sum()).backward()
+        else:
+            loss = weighted_cross_entropy(out, row.head_VD, row.labels_AK, row.mask_AK, decay(7.0))
+            (loss.numerator / loss.denominator).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -267,8 +277,11 @@ def main(argv: list[str] | None = None) -> int:
         "loss": lambda: bench_loss(n, A, args.device, dtype, clock),
         "step": lambda: bench_step(n, S, A, args.device, dtype, clock, "auto"),
     }
+    masked = "dense"
     if args.device.startswith("cuda"):
+        masked = "flex"
         parts["step flex"] = lambda: bench_step(n, S, A, args.device, dtype, clock, "flex")
+    parts["step as the peers do it"] = lambda: bench_step(n, S, A, args.device, dtype, clock, masked, whole_logits=True)
     out = Path(args.out)
     out.parent.mkdir(parents=True, exist_ok=True)
     failed = False
