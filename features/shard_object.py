@@ -161,18 +161,13 @@ class ShardObjectWriter:
         self.lock = threading.Lock()
         self.out = files.open_parts(path, count * (layout.chunk_bytes + 4) + layout.index_bytes)
 
-    def sums(self, data: np.ndarray) -> np.ndarray:
-        """Checksums ("<u4") of whole chunks, contiguous."""
-        flat, size = _bytes_of(data), self.layout.chunk_bytes
-        return np.array([crc32c(flat[at : at + size]) for at in range(0, len(flat), size)], "<u4")
-
-    def write(self, first: int, data: np.ndarray, sums: np.ndarray | None = None) -> None:
+    def write(self, first: int, data: np.ndarray) -> None:
         """Whole chunks from number `first` on, contiguous; again where a chunk is to be replaced."""
         size, flat, parts = self.layout.chunk_bytes, _bytes_of(data), []
-        crcs = self.sums(data) if sums is None else sums
-        self.crcs[first : first + len(crcs)] = crcs
-        for i in range(len(crcs)):
-            parts += [flat[i * size : (i + 1) * size], crcs[i : i + 1].view(np.uint8)]
+        for i in range(len(flat) // size):
+            chunk = flat[i * size : (i + 1) * size]
+            self.crcs[first + i] = crc = crc32c(chunk)
+            parts += [chunk, crc.to_bytes(4, "little")]
         self.out.write(first * (size + 4), parts)
 
     def put(self, row: int, data: np.ndarray) -> None:

@@ -2,12 +2,9 @@
 
 import contextlib
 import ctypes
-import itertools
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import google_crc32c
 import numpy as np
@@ -49,32 +46,6 @@ class Helpers:
         for error in errors:
             if error is not None:
                 raise error
-
-    def ahead(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-        """function(item) of every item, in order: while the caller uses one result, helpers compute the next ones.
-
-        The caller computes what no helper has begun. When the iteration ends, by an error too, none is at work.
-        """
-        source = iter(items)
-        waiting: deque[tuple[Any, Future[Any]]] = deque()
-
-        def submit() -> None:
-            for item in itertools.islice(source, 2 * self.count - len(waiting)):
-                assert self.pool is not None
-                waiting.append((item, self.pool.submit(function, item)))
-
-        try:
-            for item in source:
-                submit()
-                yield function(item)
-                while waiting:
-                    item, future = waiting.popleft()
-                    submit()
-                    yield function(item) if future.cancel() else future.result()
-        finally:
-            for _, future in waiting:
-                if not future.cancel():
-                    future.exception()
 
 
 def _library() -> Callable[[int, int, int], int] | None:

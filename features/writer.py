@@ -8,8 +8,8 @@
 Legend: S tokens of a document, L taps, D hidden size, k teacher candidates.
 """
 
-import contextlib
 import datetime
+import functools
 import io
 import json
 import uuid
@@ -292,8 +292,7 @@ class StoreWriter:
         c, n, storage = hidden.layout.chunk_tokens, len(hidden_SLD), self.spec.storage_dtype
         if hidden_SLD.device.type != "cpu":
             hidden_SLD = hidden_SLD.cpu()  # in one transfer
-        # Whole chunks go out job by job: helpers encode, look at and sum the next ones while this thread writes. Two
-        # threads writing into one file would only wait for its lock in turn.
+        # Whole chunks go out at once, job by job: encoded, looked at, summed and written while in the cache.
         # Example, c = 16, start = 10, n = 40: rows 0-5 belong to a chunk shared with the document before, rows 6-37
         # are two whole chunks, rows 38-39 begin a chunk that the next document goes on with.
         first = min(-start % c, n)
@@ -308,13 +307,10 @@ class StoreWriter:
                 scale_SL[a:b] = scale
             return bits
 
-        def prepared(a: int) -> tuple[int, np.ndarray, np.ndarray]:
-            bits = bits_of(a, min(a + step, last))
-            return (start + a) // c, bits, hidden.sums(bits)
+        def job(a: int, b: int) -> None:
+            hidden.write((start + a) // c, bits_of(a, b))
 
-        with contextlib.closing(self._helpers.ahead(prepared, range(first, last, step))) as parts:
-            for chunk, bits, sums in parts:
-                hidden.write(chunk, bits, sums)
+        self._helpers.run([functools.partial(job, a, min(a + step, last)) for a in range(first, last, step)])
         edges = [(a, bits_of(a, b)) for a, b in ((0, first), (last, n)) if a < b]
         if not all(finite):
             return False

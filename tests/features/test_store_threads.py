@@ -64,39 +64,3 @@ def test_busy_helpers_are_not_waited_for():
     shared.run([lambda: done.append(1)] * 2)
     assert len(done) == 2 and not blocker.done()
     free.set()
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_results_computed_ahead_come_in_order_and_not_far_ahead(count):
-    begun = []
-
-    def square(i):
-        begun.append(i)
-        return i * i
-
-    for used, value in enumerate(helpers(count).ahead(square, range(40))):
-        assert value == used * used
-        assert len(begun) <= used + 1 + 2 * count
-    assert sorted(begun) == list(range(40))
-    assert list(helpers(count).ahead(square, [])) == []
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_nothing_is_computed_after_an_iteration_was_left(count):
-    running, begun = [], []
-
-    def slow(i):
-        begun.append(i)
-        running.append(i)
-        time.sleep(0.02)
-        running.remove(i)
-        if i == 3:
-            raise ValueError("three")
-
-    with pytest.raises(ValueError, match="three"):
-        list(helpers(count).ahead(slow, range(50)))
-    assert not running and len(begun) < 12
-    iteration = helpers(count).ahead(slow, range(50))
-    next(iteration)
-    iteration.close()
-    assert not running
