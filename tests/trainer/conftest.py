@@ -67,3 +67,13 @@ def features(tiny, row: dict):
         out.hidden_BSLD[0],
         np.concatenate([[0], logprob.numpy()]).astype(np.float32),
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler_as_it_was():
+    """Muon on a CPU switches torch's compiler off for the process, which other test files of this process need."""
+    import torch._dynamo
+
+    before = torch._dynamo.config.disable
+    yield
+    torch._dynamo.config.disable = before
