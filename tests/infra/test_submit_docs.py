@@ -38,9 +38,7 @@ def test_every_platform_has_a_page_with_commands():
 def test_commands_of_the_docs_work(page, command, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     if command.startswith("make "):
-        env = {
-            k: v for k, v in os.environ.items() if not k.startswith("MAKE")
-        }  # ours may be make too
+        env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}  # ours may be make too
         shown = subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
         command = shown.stdout.strip().splitlines()[-1].replace(".venv/bin/python", "python")
