@@ -31,8 +31,8 @@ from features.plan import num_shards
 from features.precision import LOAD_DTYPE, decode_fp8
 from features.shard_object import ShardObject, Verify
 from features.spec import FeatureSpec, no_store, parse_spec
+from features.tables import read_plan, rejects_table
 from features.threads import Helpers
-from features.writer import read_plan, rejects_table
 from infra.errors import StoreError
 
 RESERVE_BYTES = 256 * 2**20  # what dropped features leave for the next; 3,072 tokens at D = 4096 take 126 MB

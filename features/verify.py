@@ -16,8 +16,9 @@ from features.files import Files, LocalFiles, ObjectFiles, open_files
 from features.layout import ArrayLayout, array_layouts, decode_index, object_digest
 from features.plan import corpus_digest, num_shards
 from features.spec import FeatureSpec, no_store, parse_spec
+from features.tables import read_plan, write_manifest
 from features.threads import crc32c
-from features.writer import array_metadata, read_plan, write_manifest
+from features.writer import array_metadata
 from infra.errors import StoreError
 from infra.progress import Progress
 

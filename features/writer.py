@@ -10,7 +10,6 @@ Legend: S tokens of a document, L taps, D hidden size, k teacher candidates.
 
 import datetime
 import functools
-import io
 import json
 import uuid
 from collections.abc import Iterable
@@ -19,23 +18,21 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 
 from features import commits as cm
-from features.files import Files, is_remote, open_files
+from features.files import is_remote, open_files
 from features.layout import ArrayLayout, array_layouts
-from features.plan import PLAN_SCHEMA, corpus_digest, document_id, num_shards
+from features.plan import corpus_digest, document_id, num_shards
 from features.precision import encode
 from features.shard_object import JOB_BYTES, ShardObjectWriter
 from features.spec import FeatureSpec, no_store, parse_spec, store_path
+from features.tables import read_plan, to_parquet, write_manifest
 from features.threads import Helpers
 from infra.errors import DataError, SpecMismatch, StoreError
 from infra.provenance import provenance
 
 MAX_PUT_BYTES = 5 * 2**30  # an object store copies at most 5 GiB in one request
-REJECTS_SCHEMA = pa.schema([("document", pa.string()), ("reason", pa.string()), ("detail", pa.string())])
 
 
 @dataclass
@@ -91,7 +88,7 @@ def create_store(
         )
     if not files.create("spec.json", spec.canonical().encode()):
         parse_spec(files.read("spec.json"), uri).require_equal(spec, f"store {uri}")
-    if not files.create("plan.parquet", _parquet(plan)) and not read_plan(files).equals(plan):
+    if not files.create("plan.parquet", to_parquet(plan)) and not read_plan(files).equals(plan):
         raise SpecMismatch(
             f"store {uri} has another plan.parquet than this corpus; delete the store or restore its plan"
         )
@@ -108,21 +105,6 @@ def array_metadata(spec: FeatureSpec, shards: int) -> dict[str, bytes]:
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     arrays = {f"{a.name}/zarr.json": a.metadata(shards, attributes) for a in array_layouts(spec).values()}
     return {"zarr.json": json.dumps(group, indent=2).encode()} | arrays
-
-
-def read_plan(files: Files) -> pa.Table:
-    try:
-        return (
-            pq.read_table(io.BytesIO(files.read("plan.parquet")), page_checksum_verification=True)
-            .cast(PLAN_SCHEMA)
-            .combine_chunks()
-        )
-    except FileNotFoundError:
-        raise StoreError(f"{files.uri} has no plan.parquet; restore it or prefill the store again") from None
-    except (pa.ArrowException, OSError) as e:
-        raise StoreError(
-            f"plan.parquet of {files.uri} is not readable ({e}); restore it or prefill the store again"
-        ) from None
 
 
 class StoreWriter:
@@ -195,7 +177,7 @@ class StoreWriter:
                 self._buffers[name][row_end(rows[-1]) : held] = 0
                 objects[name].write(0, self._buffers[name][:held])
             records = {n: o.close() for n, o in objects.items()}
-        except Exception:
+        except Exception:  # raised again: only the half-written objects go first
             for o in objects.values():
                 o.abandon()
             raise
@@ -381,39 +363,3 @@ def check_document(d: DocumentFeatures, row: dict[str, Any], spec: FeatureSpec) 
         raise Rejected("not_finite", "a target log-probability is NaN or infinite")
     if spec.top_k and not np.isfinite(d.topk_logprobs_Sk).all():
         raise Rejected("not_finite", "a candidate's log-probability is NaN or infinite")
-
-
-def write_manifest(files: Files, spec: FeatureSpec, plan: pa.Table, commits: dict[int, cm.Commit]) -> dict[str, Any]:
-    """Write manifest.json and rejects.parquet from the commits; returns the summary."""
-    rejects = rejects_table(commits)
-    committed = plan.filter(pc.is_in(plan["shard"], pa.array(list(commits), pa.int32())))
-    stored = committed.filter(pc.invert(pc.is_in(committed["document"], rejects["document"].combine_chunks())))
-    reasons = {r["values"]: r["counts"] for r in pc.value_counts(rejects["reason"].combine_chunks()).to_pylist()}
-    summary = {
-        "fingerprint": spec.fingerprint,
-        "complete": len(commits) == num_shards(plan),
-        "shards": num_shards(plan),
-        "missing": num_shards(plan) - len(commits),
-        "documents": len(stored),
-        "tokens": pc.sum(stored["length"]).as_py() or 0,
-        "rejected": len(rejects),
-        "reasons": reasons,
-        "bytes": sum(c.bytes for c in commits.values()),
-    }
-    files.write("rejects.parquet", _parquet(rejects))
-    files.write(
-        cm.MANIFEST, cm.manifest_of(commits, num_shards(plan), **{k: v for k, v in summary.items() if k != "shards"})
-    )
-    return summary
-
-
-def rejects_table(commits: dict[int, cm.Commit]) -> pa.Table:
-    """document, reason, detail of every rejected document."""
-    rows = [dict(zip(REJECTS_SCHEMA.names, r, strict=True)) for c in commits.values() for r in c.rejected]
-    return pa.Table.from_pylist(rows, schema=REJECTS_SCHEMA)
-
-
-def _parquet(table: pa.Table) -> bytes:
-    sink = io.BytesIO()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
-    return sink.getvalue()

@@ -3,21 +3,10 @@ Then DeepSpeed under Ray Train on both, as KubeRay runs it: one dies, Ray starts
 
 import sys
 
-import pytest
 from hosts import say, wait_for
-from ray_hosts import NAMES, RayHosts
 from small import RECIPE, corpus, records, trainer, write_store
 
 ROWS, SHARD = 2400, 1024
-
-
-@pytest.fixture(scope="module")
-def cluster(make_hosts, folder):
-    pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    with make_hosts(NAMES) as hosts:
-        ray = RayHosts(hosts, folder)
-        ray.start()
-        yield ray
 
 
 def test_two_hosts_are_as_fast_as_one_and_even(cluster, folder):

@@ -4,9 +4,7 @@ import functools
 import re
 import time
 
-import pytest
 from hosts import ROOT, say, wait_for
-from ray_hosts import NAMES, RayHosts
 from small import WRITE_STORE, corpus
 
 ROWS, SHARD, CUT_S = 1000, 256, 30  # two documents a shard: the job lasts as long as the failures
@@ -16,15 +14,6 @@ from ray_kit import assert_equal_stores, content
 assert_equal_stores(sys.argv[1], sys.argv[2])
 print(len(content(sys.argv[1])))
 """
-
-
-@pytest.fixture(scope="module")
-def cluster(make_hosts, folder):
-    pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    with make_hosts(NAMES) as hosts:
-        ray = RayHosts(hosts, folder)
-        ray.start()
-        yield ray
 
 
 def test_a_wrong_token_is_refused(cluster):

@@ -12,6 +12,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "pipeline"), str(HERE.parent / "tra
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts are taken down then too
 
 from hosts import Hosts, missing  # noqa: E402
+from ray_hosts import NAMES, RayHosts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +26,12 @@ def make_hosts(folder):
     if reason:
         pytest.skip(reason)
     return lambda names: Hosts(folder, names)
+
+
+@pytest.fixture(scope="module")
+def cluster(make_hosts, folder):
+    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    with make_hosts(NAMES) as hosts:
+        ray = RayHosts(hosts, folder)
+        ray.start()
+        yield ray

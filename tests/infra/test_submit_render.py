@@ -24,7 +24,7 @@ ADDRESS = "s3://flashdraft/store/qwen3-8b/0123456789ab"
 JOBS = {
     "features": ["MODEL=qwen3-8b", "CORPUS=demo", "prefill.storage_dtype=fp8_e4m3"],
     "train": ["MODEL=qwen3-8b", "RECIPE=sft", f"data.store={ADDRESS}"],
-    "eval": ["MODEL=qwen3-8b", "DRAFTER=runs/a b", "SUITES=/work/suites", "LIMIT=8", f"store={ADDRESS}"],
+    "eval": ["MODEL=qwen3-8b", "DRAFTER=runs/a b", "SUITES=/srv/suites", "LIMIT=8", f"store={ADDRESS}"],
 }
 ALL = [(what, on) for what in JOBS for on in ("ray", "kuberay", "slurm", "local")]
 
