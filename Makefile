@@ -64,7 +64,7 @@ bench: install ## PART=features|pipeline|train-step|trainer|kernels|replay: rati
 parity: install ## the drafter and losses against dflash, speculators and SpecForge from PyPI, in environments of their own
 	@$(PY) -m trainer.drafter.peers && $(PY) -m pytest tests/parity $(ARGS)
 
-serve-check: install ## [RUN=]: vLLM on the CPU serves the exported drafter; its tokens and acceptance against ours (3.4 GB, once)
+serve-check: install ## [RUN=]: vLLM on the CPU and the authors' loop run the exported drafter; tokens and acceptance against ours (3.4 GB, once)
 	@$(PY) -m eval.serve_check $(if $(RUN),--run "$(RUN)") --model "$(MODEL)" $(ARGS)
 
 elastic-check: install ## every ZeRO stage on 1, 2 and 4 ranks resumed by each, and a run killed five times

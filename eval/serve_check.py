@@ -1,12 +1,14 @@
-"""`make serve-check`: what vLLM makes of an exported drafter, against its own plain decoding and our own loop.
+"""`make serve-check`: what others make of an exported drafter, against their own plain decoding and our own loop.
 
 Exports the drafter of a run in both layouts (z-lab's and speculators'), serves each with its target in vLLM (built
 once, `eval.engines_env`), and demands in fp32, one request at a time: the emitted tokens equal vLLM's plain decoding
-and ours, accepted drafts per position equal our live decoding's, mean acceptance length within 1 %.
+and ours, accepted drafts per position equal our live decoding's, mean acceptance length within 1 %. The authors' own
+loop (`dflash` on PyPI) decodes the same prompts and must make the same answers in the same cycles.
 Writes <run>/serve-check.json.
 """
 
 import argparse
+import dataclasses
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from eval.config import EvalConfig
 from eval.decode import DecodeSettings, decode
 from eval.engines import Sampling, run_vllm
 from eval.engines_measure import check_engine, compare, table
+from eval.peer import Agreement, agreement, authors_generate
 from eval.prompts import HELDOUT
 from eval.session import (
     Renderer,
@@ -33,17 +36,18 @@ from infra.cli import main as run_command
 from infra.config import read_toml
 from infra.errors import EngineError
 from infra.provenance import provenance, write_json
+from trainer.drafter import peers
 
 LAYOUTS = ("zlab", "speculators")
 TOLERANCE = 0.01
 """of the mean acceptance length"""
 
 
-def serve_check(run: Path, cfg: EvalConfig) -> dict[str, Any]:
-    """Layout -> figures, as under `suites.<name>.engine` of a report (docs/evaluation.md).
+def serve_check(run: Path, cfg: EvalConfig) -> tuple[dict[str, Any], Agreement]:
+    """Layout -> figures, as under `suites.<name>.engine` of a report (docs/evaluation.md); and the authors' loop.
 
     Raises:
-        EngineError, ResourceError: vLLM fails or cannot be installed.
+        EngineError, ResourceError: vLLM or dflash fails or cannot be installed.
     """
     target = load_matching_target(cfg, {"drafter": checkpoint_folder(run)})
     drafter = load_drafters(cfg, target, {"drafter": checkpoint_folder(run)})["drafter"]
@@ -55,14 +59,18 @@ def serve_check(run: Path, cfg: EvalConfig) -> dict[str, Any]:
     sampling = Sampling(cfg.max_new_tokens, 0.0, 0, tuple(sorted(target.stop_ids)), concurrency=1)
     folder, k = target_folder(target.config), drafter.model.config.block_size - 1
     plain, version = run_vllm(folder, None, 0, {"s": prompts}, sampling, "float32")
-    out = {}
+    out, authors = {}, None
     with tempfile.TemporaryDirectory(prefix="flashdraft-serve-") as tmp:
         for layout in LAYOUTS:
             exported = Path(tmp) / layout
             _export(run, layout, exported)
             drafted, _ = run_vllm(folder, exported, k, {"s": prompts}, sampling, "float32")
             out[layout] = {"name": f"{version}, {layout}", **compare(drafted["s"], ours, target, plain["s"], 0.0)}
-    return out
+            if layout == "zlab":  # the authors' own
+                theirs = authors_generate(folder, exported, prompts, sampling.max_new_tokens, target.stop_ids)
+                authors = agreement(ours, theirs, sampling.max_new_tokens, k + 1)
+    assert authors is not None
+    return out, authors
 
 
 def verdict(figures: dict[str, Any]) -> list[str]:
@@ -97,21 +105,29 @@ def main(argv: list[str]) -> int:
     args = p.parse_args(argv)
     print(f"vLLM in {engines_env.folder()}", flush=True)
     engines_env.install()
+    peers.install("dflash")
     run = Path(args.run) if args.run else newest_run(args.model)
     recipe = run / "config.toml"
     cfg = EvalConfig(
         model=read_toml(recipe)["model"] if recipe.is_file() else args.model, drafter=str(run), suites=(args.suite,),
         store=args.store, limit=args.limit, max_new_tokens=args.max_new_tokens, engine="vllm", dtype="float32",
     )  # fmt: skip
-    layouts = serve_check(run, cfg)
+    layouts, authors = serve_check(run, cfg)
     print(table({"suites": {f"{args.suite} ({layout})": {"engine": f} for layout, f in layouts.items()}}))
     wrong = {layout: verdict(figures) for layout, figures in layouts.items()}
-    write_json(run / "serve-check.json", {"layouts": layouts, "wrong": wrong, "provenance": provenance()})
+    print(
+        f"dflash {authors.equal_answers}/{authors.answers} answers and {authors.equal_cycles}/{authors.cycles} cycles "
+        f"as ours, τ {authors.tau_theirs} against {authors.tau_ours}"
+    )
+    record = {"layouts": layouts, "authors_loop": dataclasses.asdict(authors), "wrong": wrong}
+    write_json(run / "serve-check.json", {**record, "provenance": provenance()})
     for layout, sentences in wrong.items():
         if sentences:
             print(f"flashdraft: {layout} in vLLM: {'; '.join(sentences)}", file=sys.stderr)
+    if not authors.whole:
+        print(f"flashdraft: the authors' loop decodes otherwise: {authors}", file=sys.stderr)
     print(f"written to {run / 'serve-check.json'}")
-    return int(any(wrong.values()))
+    return int(any(wrong.values()) or not authors.whole)
 
 
 if __name__ == "__main__":
