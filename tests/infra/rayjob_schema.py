@@ -1,96 +1,103 @@
-"""JSON schema of a RayJob (ray.io/v1) as KubeRay 1.5.1 and newer take it, written from KubeRay's API reference
-(https://ray-project.github.io/kuberay/reference/api/). Every known field is named and any other is refused: the API
-server would drop it silently. Pod templates are Kubernetes' own and are checked with the package kubernetes-validate.
+"""JSON schema of the RayJobs that KubeRay (ray.io/v1) takes, without the pods, which are Kubernetes' own.
+
+Written from KubeRay's API types and the reference generated from them. A field is here if KubeRay had it before 1.5.1
+and still has it in 1.7, plus `authOptions.mode`, which 1.5.1 brought: an older operator's definition would silently
+drop a newer field. For the same reason any other field is an error here, while Kubernetes would ignore it. `required`
+is what any of these versions requires. What the operator itself refuses (submission mode, service type, a time to live
+without a shutdown) is here too, although the definition takes any text there.
 """
 
-STRING, BOOL, INT, NUMBER = {"type": "string"}, {"type": "boolean"}, {"type": "integer"}, {"type": "number"}
+STRING, BOOL, NUMBER = {"type": "string"}, {"type": "boolean"}, {"type": "number"}
+INT32 = {"type": "integer", "minimum": -(2**31), "maximum": 2**31 - 1}
+COUNT = INT32 | {"minimum": 0}
 STRINGS = {"type": "object", "additionalProperties": STRING}
-ANY = {"type": "object"}
+KUBERNETES = {"type": "object"}  # checked with Kubernetes' schema
+MANAGERS = {"enum": ["ray.io/kuberay-operator", "kueue.x-k8s.io/multikueue"]}
 
 
 def closed(required=(), **properties):
     return {"type": "object", "additionalProperties": False, "required": list(required), "properties": properties}
 
 
-COUNT = {"type": "integer", "minimum": 0}
-QUANTITIES = {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
 AUTOSCALER = closed(
-    env={"type": "array"},
-    envFrom={"type": "array"},
+    env={"type": "array", "items": KUBERNETES},
+    envFrom={"type": "array", "items": KUBERNETES},
     idleTimeoutSeconds=COUNT,
     image=STRING,
-    imagePullPolicy=STRING,
-    resources=closed(limits=QUANTITIES, requests=QUANTITIES),
-    securityContext=ANY,
+    imagePullPolicy={"enum": ["Always", "IfNotPresent", "Never"]},
+    resources=KUBERNETES,
+    securityContext=KUBERNETES,
     upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
     version={"enum": ["v1", "v2"]},
-    volumeMounts={"type": "array"},
+    volumeMounts={"type": "array", "items": KUBERNETES},
 )
 HEAD = closed(
-    ("template",),
+    ("rayStartParams", "template"),
     enableIngress=BOOL,
-    headService=ANY,
-    labels=STRINGS,
+    headService=KUBERNETES,
     rayStartParams=STRINGS,
-    resources=STRINGS,
     serviceType={"enum": ["ClusterIP", "NodePort", "LoadBalancer", "ExternalName"]},
-    template=ANY,
+    template=KUBERNETES,
 )
 WORKERS = closed(
-    ("groupName", "maxReplicas", "minReplicas", "template"),
+    ("groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"),
     groupName=STRING,
     idleTimeoutSeconds=COUNT,
-    labels=STRINGS,
     maxReplicas=COUNT,
     minReplicas=COUNT,
-    numOfHosts={"type": "integer", "minimum": 1},
+    numOfHosts=INT32 | {"minimum": 1},
     rayStartParams=STRINGS,
     replicas=COUNT,
-    resources=STRINGS,
-    scaleStrategy=ANY,
+    scaleStrategy=closed(workersToDelete={"type": "array", "items": STRING}),
     suspend=BOOL,
-    template=ANY,
+    template=KUBERNETES,
 )
 CLUSTER = closed(
     ("headGroupSpec",),
-    authOptions=closed(mode={"enum": ["disabled", "token"]}, secretName=STRING, enableK8sTokenAuth=BOOL),
+    authOptions=closed(mode={"enum": ["disabled", "token"]}),
     autoscalerOptions=AUTOSCALER,
     enableInTreeAutoscaling=BOOL,
-    gcsFaultToleranceOptions=ANY,
+    gcsFaultToleranceOptions=closed(
+        ("redisAddress",),
+        externalStorageNamespace=STRING,
+        redisAddress=STRING,
+        redisPassword=closed(value=STRING, valueFrom=KUBERNETES),
+        redisUsername=closed(value=STRING, valueFrom=KUBERNETES),
+    ),
     headGroupSpec=HEAD,
     headServiceAnnotations=STRINGS,
-    managedBy=STRING,
+    managedBy=MANAGERS,
     rayVersion={"type": "string", "pattern": r"^\d+\.\d+\.\d+$"},
     suspend=BOOL,
-    upgradeStrategy=ANY,
     workerGroupSpecs={"type": "array", "items": WORKERS},
 )
 SPEC = closed(
-    activeDeadlineSeconds=INT,
+    activeDeadlineSeconds=INT32 | {"minimum": 1},
     backoffLimit=COUNT,
     clusterSelector=STRINGS,
-    deletionStrategy=ANY,
     entrypoint=STRING,
     entrypointNumCpus=NUMBER,
     entrypointNumGpus=NUMBER,
     entrypointResources=STRING,
     jobId=STRING,
-    managedBy=STRING,
+    managedBy=MANAGERS,
     metadata=STRINGS,
-    preRunningDeadlineSeconds=INT,
     rayClusterSpec=CLUSTER,
     runtimeEnvYAML=STRING,
     shutdownAfterJobFinishes=BOOL,
-    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
+    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
     submitterConfig=closed(backoffLimit=COUNT),
-    submitterPodTemplate=ANY,
+    submitterPodTemplate=KUBERNETES,
     suspend=BOOL,
     ttlSecondsAfterFinished=COUNT,
-)
+) | {
+    "if": {"required": ["ttlSecondsAfterFinished"], "properties": {"ttlSecondsAfterFinished": {"minimum": 1}}},
+    "then": {"required": ["shutdownAfterJobFinishes"], "properties": {"shutdownAfterJobFinishes": {"const": True}}},
+}
 RAYJOB = closed(
     ("apiVersion", "kind", "metadata", "spec"),
     apiVersion={"const": "ray.io/v1"},
     kind={"const": "RayJob"},
-    metadata=ANY,
+    metadata=KUBERNETES,
     spec=SPEC,
 )

@@ -1,5 +1,6 @@
 """What would be sent to each platform: it parses, validates, quotes, and holds no secret."""
 
+import functools
 import json
 import os
 import shlex
@@ -99,25 +100,95 @@ def test_every_platform_calls_the_same_command_lines(what, on):
             assert (cfg.store_root, cfg.ray.gpus_per_actor) == ("s3://flashdraft/store", 1)
 
 
+def rayjob(what):
+    return yaml.safe_load(planned(what, "kuberay").stdin)
+
+
+def refused(job):
+    return not jsonschema.Draft202012Validator(RAYJOB).is_valid(job)
+
+
 @pytest.mark.parametrize("what", JOBS)
-def test_rayjobs_validate_against_kuberay_and_kubernetes(what):
-    job = yaml.safe_load(planned(what, "kuberay").stdin)
+def test_rayjobs_validate_against_kuberay(what):
+    job = rayjob(what)
     jsonschema.Draft202012Validator(RAYJOB).validate(job)
     cluster = job["spec"]["rayClusterSpec"]
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[dev]'")
-    version = kubernetes_validate.latest_version()
-    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": group["template"]["spec"]}
-        kubernetes_validate.validate(pod, version, strict=True)
     head, workers = cluster["headGroupSpec"], cluster["workerGroupSpecs"][0]
     assert head["rayStartParams"]["num-cpus"] == "0"  # no work on the head
     assert cluster["authOptions"] == {"mode": "token"}
+    assert tuple(int(x) for x in cluster["rayVersion"].split(".")) >= (2, 52, 0)  # the first with tokens
     scaling = (workers["minReplicas"], workers["maxReplicas"], cluster["enableInTreeAutoscaling"])
     assert scaling == {"features": (0, 8, True), "train": (8, 8, False), "eval": (1, 1, False)}[what]
-    broken = json.loads(json.dumps(job))
-    broken["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplica"] = 3
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.Draft202012Validator(RAYJOB).validate(broken)
+
+
+def fields(node, path=()):
+    """Paths of every field of a RayJob that is KubeRay's own: not inside of pods, nor in maps with free keys."""
+    if isinstance(node, list):
+        for i, item in enumerate(node):
+            yield from fields(item, (*path, i))
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield (*path, key)
+            if key not in ("template", "metadata", "rayStartParams", "securityContext", "resources"):
+                yield from fields(value, (*path, key))
+
+
+@pytest.mark.parametrize("what", JOBS)
+def test_the_schema_refuses_every_misspelt_field_and_every_wrong_type(what):
+    paths = list(fields(rayjob(what)))
+    assert len(paths) >= 25
+    for *parents, key in paths:
+        for change in ("name", "type"):
+            job = rayjob(what)
+            node = functools.reduce(lambda n, k: n[k], parents, job)
+            value = node.pop(key)
+            node |= {f"{key}s": value} if change == "name" else {key: [[]]}
+            assert refused(job), f"{change} of {'.'.join(map(str, (*parents, key)))}"
+    for group, needed in (("headGroupSpec", "template"), ("workerGroupSpecs", "groupName")):
+        job = rayjob(what)
+        node = job["spec"]["rayClusterSpec"][group]
+        del (node[0] if isinstance(node, list) else node)[needed]
+        assert refused(job)
+    job = rayjob(what)
+    job["spec"]["shutdownAfterJobFinishes"] = False  # the operator refuses it beside ttlSecondsAfterFinished
+    assert refused(job)
+
+
+def pods(job):
+    """The pods that the operator makes of a RayJob, the autoscaler's container among them."""
+    cluster = job["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        template = json.loads(json.dumps(group["template"]))
+        if group is cluster["headGroupSpec"] and "autoscalerOptions" in cluster:
+            options = cluster["autoscalerOptions"]
+            own = {k: options[k] for k in ("securityContext", "resources", "env", "volumeMounts") if k in options}
+            template["spec"]["containers"].append({"name": "autoscaler", "image": "x", **own})
+        metadata = {"name": "x"} | template["metadata"]
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+@pytest.mark.parametrize("what", JOBS)
+def test_pods_validate_against_kubernetes(what):
+    """Strictly, against the schema that Kubernetes publishes."""
+    kubernetes = pytest.importorskip("kubernetes_validate", reason="pip install -e '.[dev]'")
+    version = kubernetes.latest_version()
+    made = list(pods(rayjob(what)))
+    assert len(made) == 2 and len(made[0]["spec"]["containers"]) == (2 if what == "features" else 1)
+    for pod in made:
+        kubernetes.validate(pod, version, strict=True)
+        for path, value in (
+            (("containers", 0, "imagePullPolice"), "Always"),
+            (("containers", 0, "securityContext", "allowPrivilegeEscalation"), "no"),
+            (("containers", 0, "volumeMounts", 0, "mountPath"), None),
+            (("containers", -1, "resources", "request"), {}),
+            (("volumes", 0, "persistentVolumeClaim", "claim"), "x"),
+            (("securityContext", "runAsUser"), "10001"),
+            (("runtimeClass",), "nvidia"),
+        ):
+            broken = json.loads(json.dumps(pod))
+            functools.reduce(lambda n, k: n[k], path[:-1], broken["spec"])[path[-1]] = value
+            with pytest.raises(kubernetes.ValidationError):
+                kubernetes.validate(broken, version, strict=True)
 
 
 @pytest.mark.parametrize("what", JOBS)
