@@ -6,6 +6,8 @@
 import argparse
 import logging
 import os
+import re
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     p.add_argument("--nproc", default="auto", help="ranks on this machine: a number, or auto (one per GPU; 1 on a CPU)")
     p.add_argument("--nodes", type=int, default=1, help="machines; each runs this same command (--launcher torchrun)")
     p.add_argument("--rendezvous", default="", metavar="HOST:PORT", help="on the first of several nodes")
+    p.add_argument("--peer-timeout", type=float, default=60.0, metavar="S", help="silence after which a node is lost")
     p.add_argument("--launcher", choices=["torchrun", "ray"], default="torchrun", help="ray: Ray Train at $RAY_ADDRESS")
     p.add_argument("--cpu", action="store_true", help="--launcher ray: ranks without GPUs")
     p.add_argument("--allow-changed", default="", metavar="KEYS", help="resume although these settings changed (a,b.c)")
@@ -62,6 +65,8 @@ def launch(argv: list[str]) -> int:
     load_target_config(cfg.model)  # an unknown model ends here, in one sentence and not once per rank
     if args.nodes > 1 and args.launcher == "torchrun" and not args.rendezvous:
         raise ConfigError("--nodes needs --rendezvous HOST:PORT, the first node's address; add it on every node")
+    if args.rendezvous and not re.fullmatch(r".+:\d+", args.rendezvous):
+        raise ConfigError(f"--rendezvous {args.rendezvous!r} is not HOST:PORT; write for example worker-1:29500")
     nproc = _nproc(args.nproc)
     if args.launcher == "ray":
         from trainer.ray_launch import launch_ray
@@ -77,7 +82,15 @@ def launch(argv: list[str]) -> int:
     if args.rendezvous:
         where = [f"--nnodes={args.nodes}", "--rdzv_backend=c10d", f"--rdzv_endpoint={args.rendezvous}"]
         where += [f"--rdzv_id={cfg.run_name}"]
-    return torchrun([*where, f"--nproc_per_node={nproc}", "--shutdown_timeout=600", *worker])
+    ranks = [*where, f"--nproc_per_node={nproc}", "--shutdown_timeout=600", *worker]
+    if args.nodes == 1:
+        return torchrun(ranks)
+    from trainer.peers import PeerWatch
+
+    watch = PeerWatch(args.rendezvous, cfg.run_name, args.peer_timeout, socket.gethostname())
+    code = torchrun(ranks)
+    watch.leave(finished=code == 0)
+    return code
 
 
 def torchrun(args: list[str]) -> int:
