@@ -3,6 +3,7 @@
 Legend: B sequences, S tokens, L tapped layers, D hidden size, V rows of the vocabulary.
 """
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -98,6 +99,12 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding_VD.dtype
+
+    def replica(self) -> "Target":
+        """The same weights in modules of their own, for a pass in another thread at the same time: hooks, and rotary
+        tables that some models adapt to the length at hand, are a module's own."""
+        shared = {id(p): p for p in self.model.parameters()}
+        return Target(self.config, copy.deepcopy(self.model, shared), self.tokenizer, self.folder)
 
     def frozen_head(self) -> FrozenHead:
         return FrozenHead(self.embedding_VD, self.head_VD, self.stop_ids)

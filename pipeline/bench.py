@@ -28,7 +28,7 @@ from infra.provenance import provenance, write_json
 from pipeline.config import FeaturesConfig, resolve
 from pipeline.front import TargetFront
 from pipeline.generate import Generator, Request
-from pipeline.prefill import Prefiller, batches, documents_of, shard_row
+from pipeline.prefill import Prefiller, batches, default_batch_tokens, documents_of, shard_row
 from pipeline.prompts import generate_prompts
 from pipeline.render import Renderer
 from pipeline.run import build_features, feature_spec
@@ -86,7 +86,7 @@ def prefill_rows(bench: BenchConfig, cfg: FeaturesConfig, target: Target) -> lis
 
     def bare() -> None:
         for documents in shards:
-            for batch in batches(documents, cfg.prefill.batch_tokens):
+            for batch in batches(documents, default_batch_tokens(target)):
                 ids_BS = torch.zeros(len(batch), len(batch[0].token_ids_S), dtype=torch.long)
                 for row, d in enumerate(batch):
                     ids_BS[row, : len(d.token_ids_S)] = torch.from_numpy(d.token_ids_S.astype(np.int64))

@@ -136,8 +136,9 @@ class PrefillConfig(Config):
     storage_dtype: Literal["bf16", "fp8_e4m3", "fp32"] = "bf16"
     shard_tokens: int = Field(default=65_536, ge=64)
     """tokens per shard: 65,536 are 377 MB for SmolLM2-135M and 2.7 GB for Qwen3-8B in bf16"""
-    batch_tokens: int = Field(default=8_192, ge=16)
-    """tokens per forward pass, padding included; halved when memory runs out"""
+    batch_tokens: int | None = Field(default=None, ge=16)
+    """tokens per forward pass, padding included; halved when memory runs out. None: 8,192 on a GPU, and 1,024 on a
+    CPU, where each thread computes a batch of its own"""
     top_k: int = Field(default=0, ge=0)
     """store the target's k most likely tokens at each position (the compact teacher); 0: none"""
     max_bytes: int | None = Field(default=None, ge=1)

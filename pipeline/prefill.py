@@ -4,7 +4,10 @@ Legend: B documents of a batch, S tokens, L taps, D hidden size, V vocabulary, k
 """
 
 import json
+import queue
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,8 @@ from features.target_config import TargetConfig
 from features.teacher import compact_teacher
 from features.writer import DocumentFeatures, StoreWriter
 from pipeline.pool import Work
+
+GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 8_192, 1_024
 
 
 @dataclass(frozen=True)
@@ -31,24 +36,81 @@ class Document:
 def batches(documents: list[Document], batch_tokens: int) -> Iterator[list[Document]]:
     """Longest first, each batch as many documents as fit `batch_tokens` with padding; a longer one goes alone.
 
+    A batch that holds a quarter of `batch_tokens` takes none that would be padded by a third or more of its length.
     The composition depends on the documents alone, so a shard computed again has the same bits.
     """
     waiting = sorted(documents, key=lambda d: (-len(d.token_ids_S), d.document))
     while waiting:
-        n = max(batch_tokens // len(waiting[0].token_ids_S), 1)
+        width = len(waiting[0].token_ids_S)
+        # Example, 1,024 tokens, lengths 200, 190, 180, 140, 90: the fourth would be padded by 60 of its 140 tokens.
+        n, most = 1, min(batch_tokens // width, len(waiting))
+        while n < most and (4 * n * width < batch_tokens or 4 * len(waiting[n].token_ids_S) > 3 * width):
+            n += 1
         yield waiting[:n]
         waiting = waiting[n:]
 
 
 def features_of(
-    target: Target, documents: list[Document], batch_tokens: int, top_k: int = 0
+    target: Target, documents: list[Document], batch_tokens: int | None = None, top_k: int = 0
 ) -> Iterator[DocumentFeatures]:
-    """Features of every document, in the order of `batches`.
+    """Features of every document, in the order of `batches`; hidden states in the target's dtype, on its device.
 
-    When memory runs out the batch is halved and tried again; a single document that does not fit is handed over with
-    its error. Hidden states are in the target's dtype, on its device.
+    On a CPU as many batches are computed at once as torch has threads, each by one thread. One batch by all threads
+    leaves them waiting for each other at each of some 20 operations per layer, most of them too small to share. So
+    the bits do not depend on the number of threads, and at most that many batches and one more are held.
+
+    When memory runs out a batch is halved and tried again; a single document that does not fit is handed over with its
+    error.
+
+    Args:
+        batch_tokens: None takes `default_batch_tokens`.
     """
-    stack = list(batches(documents, batch_tokens))[::-1]
+    todo = list(batches(documents, batch_tokens or default_batch_tokens(target)))
+    threads = min(torch.get_num_threads(), len(todo)) if _on_one_cpu(target) else 1
+    if threads == 1:
+        for batch in todo:
+            yield from _halving_features(target, batch, top_k)
+        return
+    free: queue.SimpleQueue[Target] = queue.SimpleQueue()
+    for replica in (target, *(target.replica() for _ in range(threads - 1))):
+        free.put(replica)
+
+    def compute(batch: list[Document]) -> list[DocumentFeatures]:
+        torch.set_num_threads(1)
+        replica = free.get()
+        try:
+            return list(_halving_features(replica, batch, top_k))
+        finally:
+            free.put(replica)
+
+    before, waiting = torch.get_num_threads(), deque()
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="prefill")
+    try:
+        for batch in todo:
+            waiting.append(pool.submit(compute, batch))
+            if len(waiting) > threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(before)
+
+
+def default_batch_tokens(target: Target) -> int:
+    """What `prefill.batch_tokens = None` means: enough to fill a GPU. On a CPU a matrix product of 256 rows is as fast
+    as any, and the operations between the products (SmolLM2: 7 % of the time at 288 tokens, 16 % at 8,192) find
+    small batches in the cache."""
+    return CPU_BATCH_TOKENS if target.device.type == "cpu" else GPU_BATCH_TOKENS
+
+
+def _on_one_cpu(target: Target) -> bool:
+    """All weights in this machine's memory, and none that come and go with a device map's hooks."""
+    return target.device.type == "cpu" and not hasattr(target.model, "hf_device_map")
+
+
+def _halving_features(target: Target, batch: list[Document], top_k: int) -> Iterator[DocumentFeatures]:
+    stack = [batch]
     while stack:
         batch = stack.pop()
         try:
@@ -141,7 +203,15 @@ def documents_of(row: pa.Table) -> list[Document]:
 class Prefiller(Work):
     """The actor: holds the target once; one call computes, writes and commits one shard and returns its receipt."""
 
-    def __init__(self, target: dict[str, Any], store_uri: str, batch_tokens: int, top_k: int, threads: int, cwd: str):
+    def __init__(
+        self,
+        target: dict[str, Any],
+        store_uri: str,
+        batch_tokens: int | None,
+        top_k: int,
+        threads: int,
+        cwd: str,
+    ):
         super().__init__(threads, cwd)
         self.target = load_target(TargetConfig.model_validate(target), device=actor_device())
         self.writer = StoreWriter(store_uri)

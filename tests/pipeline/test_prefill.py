@@ -1,5 +1,7 @@
 """Hooked features against transformers' `output_hidden_states`, family by family, and the batching around them."""
 
+import time
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -113,11 +115,63 @@ def test_compact_teacher(tiny):
         assert (f.topk_ids_Sk[1:] == top.indices.numpy()).mean() > 0.99
 
 
-def test_batches_are_sorted_and_within_budget():
+def test_batches_are_sorted_within_budget_and_little_padded():
     docs = documents([10, 50, 30, 30, 200, 7, 7])
     made = list(batches(docs, 100))
-    assert [[len(d.token_ids_S) for d in b] for b in made] == [[200], [50, 30], [30, 10, 7], [7]]
+    assert [[len(d.token_ids_S) for d in b] for b in made] == [[200], [50], [30, 30], [10, 7, 7]]
     assert [[d.document for d in b] for b in batches(docs[::-1], 100)] == [[d.document for d in b] for b in made]
+    g = np.random.default_rng(1)
+    for budget in (256, 1024):
+        docs = documents(g.integers(8, 400, 120))
+        for batch in batches(docs, budget):
+            width, real = len(batch[0].token_ids_S), sum(len(d.token_ids_S) for d in batch)
+            assert len(batch) == 1 or width * len(batch) <= budget
+            assert width * len(batch) - real <= max(budget / 4, real / 3)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_batches_at_once_have_the_bits_of_one_after_another(tiny, monkeypatch, threads):
+    """And no more of them at a time than there are threads, each of which computes with itself alone."""
+    docs = documents([5, 17, 30, 30, 2, 64, 40, 41, 42, 43])
+    alone = list(features_of(tiny, docs, 90, top_k=3))
+    real, running, most, inner = prefill._batch_features, [], [], []
+
+    def counted(target, batch, top_k):
+        running.append(target)
+        assert len({id(t.model) for t in running}) == len(running), "a model for each"
+        most.append(len(running))
+        inner.append(torch.get_num_threads())
+        try:
+            time.sleep(0.01)
+            return real(target, batch, top_k)
+        finally:
+            running.remove(target)
+
+    monkeypatch.setattr(prefill, "_batch_features", counted)
+    torch.set_num_threads(threads)
+    try:
+        together = list(features_of(tiny, docs, 90, top_k=3))
+        assert torch.get_num_threads() == threads
+        docs[4].token_ids_S[1] = 100_000
+        with pytest.raises((IndexError, RuntimeError)):
+            list(features_of(tiny, docs, 90))
+        assert torch.get_num_threads() == threads and not running
+    finally:
+        torch.set_num_threads(1)
+    assert max(most) == threads and set(inner) == {1}
+    assert [f.document for f in together] == [f.document for f in alone]
+    for a, b in zip(together, alone, strict=True):
+        assert torch.equal(a.hidden_SLD, b.hidden_SLD)
+        for name in ("target_logprob_S", "topk_ids_Sk", "topk_logprobs_Sk"):
+            assert (getattr(a, name) == getattr(b, name)).all()
+
+
+def test_a_replica_shares_the_weights(tiny):
+    copy = tiny.replica()
+    theirs = dict(copy.model.named_parameters())
+    assert all(theirs[name] is p for name, p in tiny.model.named_parameters()) and copy.head_VD is tiny.head_VD
+    mine = set(map(id, tiny.model.modules()))
+    assert not mine & set(map(id, copy.model.modules()))
 
 
 def test_out_of_memory_halves_the_batch_and_goes_on(tiny, monkeypatch):
@@ -133,7 +187,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(tiny, monkeypatch):
     monkeypatch.setattr(prefill, "_batch_features", hungry)
     docs = documents([20] * 7 + [64])
     found = {f.document: f for f in features_of(tiny, docs, 200)}
-    assert len(found) == 8 and sizes == [3, 2, 1, 1, 1, 5, 3, 2, 1, 2]
+    assert len(found) == 8 and sizes == [1, 7, 4, 2, 2, 3, 2, 1]
     errors = [f.error for f in found.values() if f.error]
     assert errors == ["out of memory for one document of 64 tokens"]
 
