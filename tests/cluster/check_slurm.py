@@ -1,6 +1,7 @@
 """A real Slurm of two nodes: the rendered scripts run, stop for a preemption, are requeued and go on."""
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -108,6 +109,7 @@ def test_training_is_stopped_requeued_and_goes_on(slurm, store, folder):
     log = folder / "logs" / f"{job}.log"
     metrics = folder / "runs" / "s"
     wait_for(lambda: len(records(metrics)) >= 8, 240, f"steps of job {job}", 0.5, report=lambda: tail(log))
+    the_commands_of_the_docs(run, job)
     run("a", "scancel", "--signal=TERM", "--batch", job)
     wait_for(
         lambda: "saved; the same command goes on" in log.read_text(),
@@ -123,6 +125,23 @@ def test_training_is_stopped_requeued_and_goes_on(slurm, store, folder):
     assert (metrics / "drafter" / "model.safetensors").is_file()
     assert f"resuming at step {at} of 400" in log.read_text() and state(run, job) == "COMPLETED"
     say(f"slurm: requeued, resumed at step {at}, all 400 steps are there, job {state(run, job)}")
+
+
+def the_commands_of_the_docs(run, running: str) -> None:
+    """docs/clusters/slurm.md: test, status, logs and stop, while a job has both nodes."""
+    infra = [sys.executable, "-m", "infra", "submit"]
+    profile = ["--on", "slurm", "--profile", "slurm.toml"]
+    dry = shlex.join([*infra, "train", *profile, "MODEL=tiny", "--dry-run"])
+    tested = run("a", "bash", "-o", "pipefail", "-c", f"{dry} | sed '1s/--parsable/--test-only/' | bash")
+    assert tested.returncode == 0 and "to start at" in tested.stderr, tested.stderr
+    assert running in run("a", *infra, "status", *profile, running).stdout
+    followed = run("a", "timeout", "10", *infra, "logs", *profile, running)
+    assert followed.returncode == 124 and "400 steps" in followed.stdout, followed.stdout + followed.stderr
+    waiting = submit(run, "train", "MODEL=tiny")
+    assert state(run, waiting) == "PENDING"
+    assert run("a", *infra, "stop", *profile, waiting).returncode == 0
+    assert state(run, waiting) == "CANCELLED"
+    say("slurm: a script was tested without running it; status, logs and stop of jobs work")
 
 
 def test_an_array_job_trains_every_setting(slurm, store, folder):

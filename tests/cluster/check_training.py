@@ -4,6 +4,7 @@ Then two trainings at once log to one MLflow server with PostgreSQL behind it.""
 
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -101,15 +102,40 @@ def saved(run: Path) -> int:
     return int((run / "checkpoints" / "latest").read_text().strip().removeprefix("step-"))
 
 
+def test_deepspeeds_own_launcher(hosts, store, folder):
+    """The last command of docs/clusters/slurm.md, started on each host by hand where it would use ssh."""
+    up(hosts, "a", "b")
+    recipe = (folder / "runs" / "undisturbed" / "config.toml").read_text()
+    recipe = re.sub(r'^name = ".*"', 'name = "launched"', recipe, flags=re.M)
+    (folder / "launched.toml").write_text(re.sub(r"^steps = \d+", "steps = 4", recipe, flags=re.M))
+    (folder / "hostfile").write_text("a slots=1\nb slots=1\n")
+    command = ["deepspeed", "--hostfile", "hostfile", "--no_local_rank"]
+    command += ["--no_ssh", "--master_addr", "a"]
+    for rank, name in enumerate(("a", "b")):
+        ranks = [*command, "--node_rank", str(rank), "--module", "trainer.sft", "launched.toml"]
+        last = hosts.start(name, ranks, f"launched-{name}")
+    wait_for(lambda: last.poll() is not None, 240, "four steps", report=lambda: hosts.log("launched-a")[-2000:])
+    assert last.returncode == 0, hosts.log("launched-b")[-3000:]
+    expected, found = records(folder / "runs" / "undisturbed"), records(folder / "runs" / "launched")
+    assert sorted(found) == [0, 1, 2, 3] and "2 ranks" in hosts.log("launched-a"), hosts.log("launched-a")[-3000:]
+    assert abs(found[0] - expected[0]) / expected[0] < 1e-5  # later steps have another learning rate
+    say("deepspeed: its own launcher trained on both hosts")
+
+
+def up(hosts, *names: str) -> None:
+    """The hosts that were killed are on again."""
+    for name in names:
+        if name not in hosts.inits:
+            hosts.boot(name)
+
+
 def test_two_hosts_log_to_mlflow_on_postgresql(hosts, store, folder):
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin")) if Path("/usr/lib/postgresql").is_dir() else []
     if not programs or not shutil.which("setpriv"):
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     pytest.importorskip("psycopg2", reason="psycopg2-binary is not installed")
     names = {"a": "from-a", "b": "from-b"}
-    for name in names:
-        if name not in hosts.inits:
-            hosts.boot(name)
+    up(hosts, *names)
     data = folder / "pg"
     data.mkdir(mode=0o700)
     shutil.chown(data, "postgres", "postgres")
@@ -128,8 +154,8 @@ def test_two_hosts_log_to_mlflow_on_postgresql(hosts, store, folder):
     mlflow += ["--allowed-hosts", "db:5000", "--backend-store-uri", "postgresql+psycopg2://mlflow@127.0.0.1/postgres"]
     tracking = hosts.start("db", [*mlflow, "--artifacts-destination", str(folder / "artifacts")], "mlflow")
     ping = "import urllib.request as u; u.urlopen('http://db:5000/health', timeout=5)"
-    up = lambda: tracking.poll() is not None or hosts.run("a", [sys.executable, "-c", ping]).returncode == 0  # noqa: E731
-    wait_for(up, 240, "MLflow", 1, report=lambda: hosts.log("mlflow")[-1500:])
+    answers = lambda: tracking.poll() is not None or hosts.run("a", [sys.executable, "-c", ping]).returncode == 0  # noqa: E731
+    wait_for(answers, 240, "MLflow", 1, report=lambda: hosts.log("mlflow")[-1500:])
     assert tracking.poll() is None, hosts.log("mlflow")[-1500:]
     runs = {
         host: hosts.start(

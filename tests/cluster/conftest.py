@@ -12,7 +12,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "pipeline"), str(HERE.parent / "tra
 signal.signal(signal.SIGTERM, signal.default_int_handler)  # hosts are taken down then too
 
 from hosts import Hosts, missing  # noqa: E402
-from ray_hosts import NAMES, RayHosts  # noqa: E402
+from ray_hosts import WORKERS, RayHosts  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,11 @@ def make_hosts(folder):
 
 
 @pytest.fixture(scope="module")
-def cluster(make_hosts, folder):
+def cluster(request, make_hosts, folder):
+    """A Ray cluster; a module that wants other workers says so in `WORKERS`."""
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    with make_hosts(NAMES) as hosts:
-        ray = RayHosts(hosts, folder)
+    workers = getattr(request.module, "WORKERS", WORKERS)
+    with make_hosts(["head", *workers, "store", "laptop"]) as hosts:
+        ray = RayHosts(hosts, folder, workers)
         ray.start()
         yield ray

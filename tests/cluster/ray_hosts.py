@@ -1,14 +1,15 @@
 """A Ray cluster of hosts: a head without CPUs, workers that are started again when they end, an S3 server, a laptop."""
 
+import contextlib
 import json
 import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from hosts import Hosts, wait_for
 
-WORKERS = ("a", "b")
-NAMES = ["head", *WORKERS, "store", "laptop"]
+WORKERS = {"a": 1, "b": 1}  # name -> CPUs
 AGAIN = 'while :; do "$@"; sleep 1; done'  # what systemd or Kubernetes does with a node's process
 LIST = """
 import sys, urllib.request, xml.etree.ElementTree as tree
@@ -22,6 +23,22 @@ while True:
     token = "&continuation-token=" + more[0]
 print(sum("/commits/" in k and k.endswith(".json") for k in keys))
 """
+# takes all CPUs of the named hosts while it runs: what is submitted then runs on the others
+HOLD = """
+import sys, time, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+ray.init("auto", log_to_driver=False)
+class Holder:
+    def ready(self): pass
+held = []
+for node in ray.nodes():
+    if node["Alive"] and node["NodeManagerHostname"] in sys.argv[2:]:
+        options = {"num_cpus": node["Resources"]["CPU"], "scheduling_strategy": On(node["NodeID"], soft=False)}
+        held.append(ray.remote(Holder).options(**options).remote())
+ray.get([h.ready.remote() for h in held])
+print(sys.argv[1], len(held), flush=True)
+time.sleep(3600)
+"""
 PUT = """
 import sys, urllib.request
 data = open(sys.argv[2], "rb").read() if len(sys.argv) > 2 else b""
@@ -33,8 +50,8 @@ urllib.request.urlopen(urllib.request.Request(sys.argv[1], method="PUT", data=da
 class RayHosts:
     """Started in order: S3, head, workers. Everything but the laptop has the secrets in its environment."""
 
-    def __init__(self, hosts: Hosts, folder: Path):
-        self.hosts, self.folder = hosts, folder
+    def __init__(self, hosts: Hosts, folder: Path, workers: dict[str, int]):
+        self.hosts, self.folder, self.workers = hosts, folder, workers
         token = folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
@@ -62,15 +79,27 @@ class RayHosts:
         head = ["ray", "start", "--head", "--block", f"--node-ip-address={ip}", "--port=6379", "--num-cpus=0"]
         head += [f"--dashboard-host={ip}", "--object-store-memory=100000000", "--disable-usage-stats"]
         self.hosts.start("head", head, "head", **self.cluster)
-        for name in WORKERS:
+        for name in self.workers:
             self.start_worker(name)
-        logs = lambda: "\n".join(self.hosts.log(n)[-600:] for n in ("head", *WORKERS))  # noqa: E731
-        wait_for(lambda: self.alive() == 3, 150, "a head and two workers", 1, report=logs)
+        logs = lambda: "\n".join(self.hosts.log(n)[-600:] for n in ("head", *self.workers))  # noqa: E731
+        wait_for(lambda: self.alive() == 1 + len(self.workers), 150, "the head and the workers", 1, report=logs)
 
     def start_worker(self, name: str) -> None:
         worker = ["ray", "start", "--block", "--address=head:6379", f"--node-ip-address={self.hosts.address(name)}"]
-        worker += ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+        worker += [f"--num-cpus={self.workers[name]}", "--object-store-memory=100000000", "--disable-usage-stats"]
         self.hosts.start(name, ["bash", "-c", AGAIN, "node", *worker], name, **self.cluster)
+
+    @contextlib.contextmanager
+    def held(self, *names: str) -> Iterator[None]:
+        """Meanwhile the CPUs of these hosts are taken, by nothing that works."""
+        mark = f"held-{'-'.join(names)}-{secrets.token_hex(4)}"
+        self.hosts.start("head", [sys.executable, "-c", HOLD, mark, *names], mark, **self.cluster)
+        said = lambda: f"{mark} {len(names)}" in self.hosts.log(mark)  # noqa: E731
+        wait_for(said, 120, f"holding {names}", report=lambda: self.hosts.log(mark)[-1500:])
+        try:
+            yield
+        finally:
+            self.hosts.end("head", mark)
 
     def alive(self) -> int:
         """Nodes that the head counts as alive."""
@@ -96,6 +125,13 @@ class RayHosts:
         """`python -m infra submit` on the laptop, which follows the job's log (`<job>.log`) and ends with it."""
         command = [sys.executable, "-m", "infra", "submit", what, "--on", "ray", "--profile", "ray.toml"]
         return self.hosts.start("laptop", [*command, "--submission-id", job, "MODEL=tiny", *words], job, **self.laptop)
+
+    def control(self, verb: str, job: str) -> str:
+        """What `infra submit status|logs|stop` prints on the laptop; `logs` returns when the job has ended."""
+        command = [sys.executable, "-m", "infra", "submit", verb, "--on", "ray", "--profile", "ray.toml", job]
+        done = self.hosts.run("laptop", command, timeout=400, **self.laptop)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout + done.stderr
 
     def features(self, job: str, *words: str):
         return self.submit(

@@ -1,5 +1,6 @@
 """Every command of docs/clusters is tried; the sizing tables are the code's; images and compose file are sound."""
 
+import ast
 import os
 import re
 import shlex
@@ -47,6 +48,131 @@ def test_commands_of_the_docs_work(page, command, capsys, monkeypatch):
     assert submit(words[4:]) == 0
     sent = capsys.readouterr().out
     assert subprocess.run(["bash", "-n"], input=sent, text=True, capture_output=True).returncode == 0
+
+
+def shell_commands():
+    """(page, command) of every ```bash block, comments taken off, and of inline code that begins with a program."""
+    for page in PAGES:
+        text = page.read_text()
+        for block in re.findall(r"```bash\n(.*?)```", text, re.S):
+            for line in block.splitlines():
+                yield page.name, re.sub(r"\s+#.*", "", line)
+        for span in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.S)):
+            words = span.split()
+            if words[0] in PROGRAMS and len(words) > 1 and span not in MENTIONED:
+                yield page.name, " ".join(words)
+
+
+MENTIONED = {f"python -m {module}" for module in ("pipeline", "trainer", "eval", "infra submit")}  # names, not calls
+PROGRAMS = {"python", "make", "ray", "sbatch", "srun", "kubectl", "ssh", "deepspeed", "docker", "aws"}
+# run by the next test in an empty folder: /shared and the home folder are below it
+RUN = {
+    "mkdir -p /shared/flashdraft/logs",
+    "install -D -m 600 /dev/null ~/.config/flashdraft/secrets.env",
+    "ray get-auth-token --generate",
+    "chmod 600 ~/.ray/auth_token",
+    "export RAY_AUTH_MODE=token",
+    "mkdir -m 700 infra/images/secrets",
+    "for f in db_password s3_user s3_password; do openssl rand -hex 16 | tr -d '\\n' > infra/images/secrets/$f; done",
+    "python -m infra sizing",
+    "python -m infra submit train --on slurm MODEL=qwen3-8b --dry-run | sed '1s/--parsable/--test-only/' | bash",
+}
+# run by `make cluster-test` with these words (other addresses and folders)
+CLUSTER = {
+    "ray start --head --port=6379": ("ray_hosts.py", "ray start --head --port=6379"),
+    "ray start --address=HEAD:6379": ("ray_hosts.py", "ray start --address=head:6379"),
+    "python -m trainer --model qwen3-8b --nodes 2 --nproc 8 --rendezvous worker-1:29500": (
+        "check_training.py",
+        "--nodes 2 --rendezvous",
+    ),
+    "python -m trainer --nodes N": ("check_training.py", "--nodes 2 --rendezvous"),
+    "python -m trainer --launcher ray": ("check_ray_even.py", "train"),  # what the submitted job runs
+    "deepspeed --hostfile infra/images/hostfile --no_local_rank --module trainer.sft my-recipe.toml": (
+        "check_training.py",
+        "deepspeed --hostfile --no_local_rank --module trainer.sft",
+    ),
+    "ray symmetric-run": ("check_slurm.py", "features slurm"),  # in the script of a features job
+}
+# `make --dry-run` of these: the targets exist and take the words
+MAKE = {"make cluster-test", 'make cluster-test ARGS="-k slurm"', 'make features ARGS="dry=true"', "make install"}
+# tried by nothing here, and why
+NEEDS = {
+    "cd /shared/flashdraft/code && make install": "downloads the packages; every test runs after `make install`",
+    "docker build -f infra/images/Dockerfile.gpu -t registry.example.com/flashdraft:0.1.0-gpu . && docker push "
+    "registry.example.com/flashdraft:0.1.0-gpu": "Docker and a registry; hadolint reads the file",
+    "kubectl create namespace flashdraft": "a Kubernetes cluster",
+    "kubectl -n flashdraft create secret generic flashdraft --from-env-file=secrets.env": "a Kubernetes cluster",
+    "kubectl -n flashdraft apply -f volume-claim.yaml": "a Kubernetes cluster",
+    "kubectl port-forward": "a Kubernetes cluster",
+    "kubectl get crd rayjobs.ray.io -o yaml > crd.yaml; RAYJOB_CRD=crd.yaml pytest tests/infra": "a Kubernetes cluster",
+    "docker compose -f infra/images/compose.yaml up --detach": "Docker; the file is read by the test below",
+    "aws --endpoint-url http://127.0.0.1:9000 s3 mb s3://flashdraft": "the S3 server of the compose file",
+    "ssh -N -L 8265:127.0.0.1:8265 HEAD": "a second machine with sshd",
+    "ssh -N -L 5000:127.0.0.1:5000 -L 9000:127.0.0.1:9000 SERVER": "a second machine with sshd",
+}
+
+
+def test_every_shell_command_of_the_docs_is_run_or_needs_something():
+    found = {command for _, command in shell_commands()}
+    known = [*RUN, *CLUSTER, *MAKE, *NEEDS]
+    assert len(known) == len(set(known))
+    assert found == set(known), f"new: {found - set(known)}; gone: {set(known) - found}"
+
+
+@pytest.mark.spawn
+def test_shell_commands_of_the_docs_run(tmp_path):
+    """In the order of the pages, in one shell per page, as a person types them."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl is not installed")
+    folder = tmp_path / "infra" / "images"
+    folder.mkdir(parents=True)
+    sbatch = tmp_path / "bin" / "sbatch"  # says what it was given; `make cluster-test` has the real one
+    sbatch.parent.mkdir()
+    sbatch.write_text('#!/bin/sh\necho "$@" > "$HOME/sbatch.words"; exec cat > "$HOME/sbatch.script"\n')
+    sbatch.chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    env |= {"HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    env["PATH"] = f"{sbatch.parent}:{Path(sys.executable).parent}:{env['PATH']}"
+    said = ""
+    for page in PAGES:
+        script = "\n".join(c for p, c in shell_commands() if p == page.name and c in RUN)
+        script = script.replace("/shared/", f"{tmp_path}/shared/")
+        command = ["bash", "-e", "-o", "pipefail", "-c", script]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, f"{page.name}: {done.stderr}"
+        said += done.stdout
+    modes = {p: (tmp_path / p).stat().st_mode & 0o777 for p in (".ray/auth_token", ".config/flashdraft/secrets.env")}
+    assert set(modes.values()) == {0o600} and (tmp_path / ".ray/auth_token").read_text().strip() in said
+    assert (tmp_path / "shared/flashdraft/logs").is_dir() and folder.joinpath("secrets").stat().st_mode & 0o777 == 0o700
+    assert all(len((folder / "secrets" / f).read_text()) == 32 for f in ("db_password", "s3_user", "s3_password"))
+    assert sizing() in said
+    assert (tmp_path / "sbatch.words").read_text() == "--test-only\n"
+    assert (tmp_path / "sbatch.script").read_text().startswith("#!/bin/bash\n#SBATCH ")
+
+
+@pytest.mark.parametrize("command", CLUSTER)
+def test_commands_that_the_cluster_checks_run_are_in_them(command):
+    """The words stand in the check as literals (of lists of arguments)."""
+    file, words = CLUSTER[command]
+    tree = ast.parse((ROOT / "tests" / "cluster" / file).read_text())
+    literals = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    assert not {*words.split()} - {word for text in literals for word in text.split()}
+
+
+def test_the_trainers_of_the_docs_are_understood():
+    from trainer.__main__ import parse
+
+    for command in (c for c in CLUSTER if c.startswith("python -m trainer")):
+        parse(shlex.split(command.replace(" N", " 2"))[3:])
+
+
+@pytest.mark.parametrize("command", sorted(MAKE))
+def test_make_targets_of_the_docs_exist(command):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for words in re.findall(r'ARGS="(.*)"', command):
+        assert words in done.stdout
 
 
 def test_links_and_files_of_the_docs_exist():
