@@ -172,12 +172,14 @@ def measure(n: dict[str, int], rounds: int, world: World, folder: Path) -> list[
     # at the defaults of the recipe sft: 64 documents a step, 64 held-out ones every 500 steps
     added = per_document * default.eval_documents / (default.eval_every * SftConfig().data.global_batch * bare)
     rows.append(row("replay of held-out documents, share of training", "1", added, 0.02, "limit"))
-    stalls = []
-    for i in range(5):
-        began = time.perf_counter()
-        checkpoint.save(engine, folder / "run", {"step": i}, world, keep=2)
-        stalls.append(time.perf_counter() - began)
-    rows.append(row("a checkpoint", "s", statistics.median(stalls), bare, "bare step of one document"))
+    for name, background in (("stall of a checkpoint", True), ("a checkpoint that training waits for", False)):
+        saver, stalls = checkpoint.Saver(folder / "run", world, keep=2, background=background), []
+        for i in range(5):
+            began = time.perf_counter()
+            saver.save(engine, {"step": i})
+            stalls.append(time.perf_counter() - began)
+            saver.wait()
+        rows.append(row(name, "s", statistics.median(stalls), bare, "bare step of one document"))
     return rows
 
 

@@ -1,23 +1,34 @@
-"""Training checkpoints: written aside and renamed, `latest` last, resumable on any number of ranks.
+"""Training checkpoints: written aside and renamed, `latest` last, resumable on any number of ranks and ZeRO stage.
 
-    <run>/checkpoints/step-00000200/    DeepSpeed's files and meta.json
-    <run>/checkpoints/latest            name of the newest complete one
+    <run>/checkpoints/step-00000200/rank-00000-of-00002.safetensors    what rank 0 held of the state (`trainer.state`)
+    <run>/checkpoints/step-00000200/meta.json
+    <run>/checkpoints/latest                                           name of the newest complete one
 
-DeepSpeed shards the optimiser over the ranks of the run that saved. Another number of ranks (or another ZeRO stage)
-reads the same checkpoint through DeepSpeed's universal format, which is made from it once, beside it, by rank 0.
+Every rank writes its own part, 12 bytes per parameter over all of them; no pickles. A key of these files is
+`<parameter>/<kind>/<first element>`, so a rank that resumes reads the ranges that it needs, whoever wrote them.
 """
 
-import argparse
 import json
 import os
 import shutil
-from contextlib import redirect_stderr, redirect_stdout
+import struct
+import threading
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from infra.errors import CheckpointError, ResourceError
 from infra.provenance import write_json
+from trainer import state
 from trainer.engine import World
+
+FORMAT = 2
+"""1 had DeepSpeed's own files"""
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
 def latest(run_folder: Path) -> Path | None:
@@ -42,120 +53,212 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / "meta.json").read_text())
 
 
-def save(engine: Any, run_folder: Path, meta: dict[str, Any], world: World, keep: int) -> Path:
-    """Save the engine's state; every rank calls it. Until the last line the previous checkpoint is the latest.
+class Saver:
+    """Saves a run's checkpoints, one at a time; every rank calls every method at the same steps.
 
-    Args:
-        meta: `step`, `samples_seen`, ...; world size and ZeRO stage are added.
-        keep: newest checkpoints that stay.
+    In the background a save costs training only the copy of the rank's part of the state into host memory, 12 bytes per
+    parameter over all ranks, held until it is on disk. The checkpoint counts, as `latest`, from the `poll` or `wait`
+    that finds all ranks done; until then the one before does.
+    """
+
+    def __init__(self, run_folder: Path, world: World, keep: int, *, background: bool):
+        """
+        Args:
+            keep: newest checkpoints that stay.
+        """
+        self.root, self.world, self.keep, self.background = run_folder / "checkpoints", world, keep, background
+        self._meta: dict[str, Any] | None = None
+        """of the checkpoint that is being written"""
+        self._thread = threading.Thread()
+        self._error: Exception | None = None
+
+    def save(self, engine: Any, meta: dict[str, Any]) -> Path:
+        """Begin to save the engine's state, after the save before is done; returns where it will be.
+
+        Args:
+            meta: `step`, `samples_seen`, ...; world size, ZeRO stage and format are added.
+
+        Raises:
+            ResourceError: the disk has no room, or could not be written to; the checkpoint before stays the latest.
+        """
+        self.wait()
+        name = f"step-{meta['step']:08d}"
+        aside = self.root / f".{name}.part"
+        if self.world.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        parts = [(f"{n}/{kind}/{at}", t) for n, kind, at, t in state.parts(engine, self.world.rank, self.world.size)]
+        mine = sum(t.numel() * t.element_size() for _, t in parts)
+        size = float(self.world.sum(torch.tensor([float(mine)]))[0])  # and from here on all ranks see the folder
+        full = self.world.is_main and shutil.disk_usage(self.root).free < size
+        if self.world.any(full):  # before a byte is written, and on every rank: nobody waits for one that gave up
+            raise ResourceError(
+                f"the disk of {self.root} has no room for a checkpoint of {size / 1e9:.2f} GB; free space and run the "
+                "same command again: the run goes on from the checkpoint before"
+            )
+        ranks = {"world_size": self.world.size, "zero_stage": engine.zero_optimization_stage()}
+        self._meta, self._error = meta | ranks | {"format": FORMAT}, None
+        path = aside / f"rank-{self.world.rank:05d}-of-{self.world.size:05d}.safetensors"
+        if self.background:
+            copies = [(key, _host_copy(t)) for key, t in parts]
+            self._thread = threading.Thread(target=self._write, args=(path, copies), name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write(path, parts)
+            self.wait()
+        return self.root / name
+
+    def poll(self) -> None:
+        """Make the checkpoint count that is being written, if all ranks are done; called at every step.
+
+        Raises:
+            ResourceError: a rank could not write its part.
+        """
+        if self._meta is not None:
+            done = self.world.sum(torch.tensor([float(not self._thread.is_alive())]))[0]
+            if done == self.world.size:
+                self.wait()
+
+    def wait(self) -> None:
+        """The same, after all ranks have ended writing."""
+        if self._meta is None:
+            return
+        if self._thread.ident is not None:
+            self._thread.join()
+        meta, self._meta = self._meta, None
+        name = f"step-{meta['step']:08d}"
+        if self.world.any(self._error is not None):
+            why = self._error or "another rank says why"
+            kind = ResourceError if isinstance(self._error, OSError | None) else RuntimeError
+            raise kind(
+                f"checkpoint {self.root / name} could not be written ({why}); mend the disk and run the same command "
+                "again: the run goes on from the checkpoint before"
+            ) from self._error
+        if self.world.is_main:
+            aside = self.root / f".{name}.part"
+            write_json(aside / "meta.json", meta)
+            shutil.rmtree(self.root / name, ignore_errors=True)
+            aside.rename(self.root / name)
+            _write_pointer(self.root / "latest", name)
+            _forget(self.root, self.keep)
+        self.world.barrier()
+
+    def _write(self, path: Path, parts: list[tuple[str, Tensor]]) -> None:
+        try:
+            write_tensors(path, parts)
+        except Exception as e:  # of a thread, which would only print it; raised by `wait`, on every rank
+            self._error = e
+
+
+def write_tensors(path: Path, tensors: list[tuple[str, Tensor]]) -> None:
+    """Flat tensors as a safetensors file, one after the other: `save_file` would hold a second copy of all of them."""
+    header, at = {}, 0
+    for key, tensor in tensors:
+        end = at + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": [tensor.numel()], "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in tensors:
+            f.write(tensor.cpu().view(torch.uint8).numpy())
+        f.flush()
+        os.fsync(f.fileno())
+
+
+class Parts:
+    """The files of a checkpoint as one map from ranges of parameters to values.
 
     Raises:
-        ResourceError: the disk has less room than parameters, masters and moments take (16 bytes per parameter).
+        CheckpointError: a file is missing or damaged.
     """
-    root = run_folder / "checkpoints"
-    name = f"step-{meta['step']:08d}"
-    aside = root / f".{name}.part"
-    if world.is_main:
-        root.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-    size = 16 * sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
-    full = world.is_main and shutil.disk_usage(root).free < size
-    if world.any(full):  # before a byte is written, and on every rank: nobody waits for one that gave up
-        raise ResourceError(
-            f"the disk of {root} has no room for a checkpoint of {size / 1e9:.2f} GB; free space and run the same "
-            "command again: the run goes on from the checkpoint before"
-        )
-    engine.save_checkpoint(str(aside), tag="state", save_latest=False, exclude_frozen_parameters=True)
-    world.barrier()
-    if world.is_main:
-        write_json(
-            aside / "meta.json", meta | {"world_size": world.size, "zero_stage": engine.zero_optimization_stage()}
-        )
-        shutil.rmtree(root / name, ignore_errors=True)
-        aside.rename(root / name)
-        _write_pointer(root / "latest", name)
-        _forget(root, keep)
-    world.barrier()
-    return root / name
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint = checkpoint
+        self.ranges: dict[tuple[str, str], list[tuple[int, int, Any, str]]] = defaultdict(list)
+        """(parameter, kind) -> (first element, end, file, key), in order"""
+        for rank in range(ranks := read_meta(checkpoint)["world_size"]):
+            path = checkpoint / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+            try:
+                file = safe_open(path, "pt")
+            except (OSError, SafetensorError) as e:
+                raise CheckpointError(
+                    f"{path} cannot be read ({e}); write the name of another checkpoint of {checkpoint.parent} into "
+                    "`latest` there, or delete `latest` to begin anew"
+                ) from None
+            for key in file.keys():  # noqa: SIM118 - it is no dictionary
+                name, kind, start = key.rsplit("/", 2)
+                length = file.get_slice(key).get_shape()[0]
+                self.ranges[name, kind].append((int(start), int(start) + length, file, key))
+        for ranges in self.ranges.values():
+            ranges.sort(key=lambda r: r[:2])
+
+    def sizes(self) -> dict[str, int]:
+        """Parameter -> elements."""
+        return {name: ranges[-1][1] for (name, kind), ranges in self.ranges.items() if kind == state.MASTER}
+
+    def kinds(self, parameter: str) -> set[str]:
+        return {kind for name, kind in self.ranges if name == parameter}
+
+    def read(self, parameter: str, kind: str, start: int, length: int) -> Tensor:
+        """Elements [start, start + length), flat, on the CPU."""
+        out, at = [], start
+        for begin, end, file, key in self.ranges[parameter, kind]:
+            if begin <= at < min(end, start + length):
+                upto = min(end, start + length)
+                out.append(file.get_slice(key)[at - begin : upto - begin])
+                at = upto
+        if at != start + length:
+            raise CheckpointError(
+                f"checkpoint {self.checkpoint} lacks elements {at} to {start + length} of {kind} of {parameter!r}; go "
+                "on from another one: write its name into `latest` beside it"
+            )
+        return torch.cat(out) if len(out) != 1 else out[0]
 
 
 def load(engine: Any, checkpoint: Path, world: World) -> dict[str, Any]:
-    """Put the checkpoint's state into `engine`, whatever number of ranks saved it; returns its meta.
+    """Put the checkpoint's state into `engine`, whatever ranks and ZeRO stage saved it; returns its meta.
 
     Raises:
-        CheckpointError: DeepSpeed finds nothing to load, or cannot convert (Muon's momentum never).
+        CheckpointError: damaged, of another drafter, or of a version that kept DeepSpeed's own files.
     """
-    meta = read_meta(checkpoint)
-    if needs_universal(checkpoint, engine.zero_optimization_stage(), world.size):
-        if any(group.get("use_muon") for group in engine.optimizer.param_groups):
+    failure = None
+    try:
+        meta = read_meta(checkpoint)
+        if meta.get("format") != FORMAT:
             raise CheckpointError(
-                f"checkpoint {checkpoint} has Muon's momentum, which DeepSpeed cannot convert; resume it on "
-                f"{meta['world_size']} ranks with engine.zero_stage={meta['zero_stage']}"
+                f"checkpoint {checkpoint} has format {meta.get('format', 1)}, and this version reads format {FORMAT}; "
+                "finish the run with the version that began it, or begin another one from its drafter (INIT=)"
             )
-        universal = checkpoint / "universal"
-        failure = None
-        if world.is_main and not (universal / "done").is_file():
-            try:
-                _convert(checkpoint, universal)
-            except CheckpointError as e:
-                failure = e
-        if world.any(failure is not None):  # on every rank: nobody waits for one that gave up
-            raise failure or CheckpointError(f"checkpoint {checkpoint} could not be converted; rank 0 says why")
-        loaded, _ = engine.load_checkpoint(str(checkpoint), tag="universal", load_module_strict=False)
-    else:
-        loaded, _ = engine.load_checkpoint(str(checkpoint), tag="state", load_module_strict=False)
-    if loaded is None:
-        raise CheckpointError(f"checkpoint {checkpoint} could not be loaded; delete it to go on from the one before")
+        saved = Parts(checkpoint)
+        if (theirs := saved.sizes()) != (ours := state.sizes(engine)):
+            name = min(n for n in ours.keys() | theirs.keys() if ours.get(n) != theirs.get(n))
+            raise CheckpointError(
+                f"checkpoint {checkpoint} has {theirs.get(name, 0)} elements of {name!r}, and the drafter "
+                f"{ours.get(name, 0)}; resume with the recipe that saved it"
+            )
+        state.fill(engine, saved.kinds, saved.read)
+    except CheckpointError as e:
+        failure = e
+    if world.any(failure is not None):  # on every rank: nobody waits for one that gave up
+        raise failure or CheckpointError(f"checkpoint {checkpoint} could not be read on every rank; another says why")
+    state.publish(engine)
     return meta
 
 
-def needs_universal(checkpoint: Path | None, zero_stage: int, world_size: int) -> bool:
-    """Whether the optimiser's shards of the checkpoint are laid out for other ranks or another stage.
-
-    Raises:
-        CheckpointError: saved under a stage whose files this one cannot read (only 1 and 2 are alike), or under ZeRO-3
-            by another number of ranks.
-    """
-    if checkpoint is None:
-        return False
-    meta = read_meta(checkpoint)
-    if meta["zero_stage"] != zero_stage and not {meta["zero_stage"], zero_stage} <= {1, 2}:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} was saved under ZeRO-{meta['zero_stage']}, which ZeRO-{zero_stage} cannot read; "
-            f"resume with engine.zero_stage={meta['zero_stage']}, or begin another run from its drafter (INIT=)"
-        )
-    if zero_stage == 3 and meta["world_size"] != world_size:
-        raise CheckpointError(
-            f"checkpoint {checkpoint} was saved under ZeRO-3 by {meta['world_size']} ranks, and its losses do not "
-            f"continue on {world_size}; resume it on {meta['world_size']}, or begin anew from its drafter (INIT=)"
-        )
-    saved = (meta["world_size"], meta["zero_stage"])
-    return saved != (world_size, zero_stage) and max(meta["zero_stage"], zero_stage) > 0
-
-
-def _convert(checkpoint: Path, universal: Path) -> None:
-    """In this process: DeepSpeed's command line would import torch again for each of its workers."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    shutil.rmtree(universal, ignore_errors=True)
-    arguments = argparse.Namespace(
-        input_folder=str(checkpoint / "state"), output_folder=str(universal), num_extract_workers=1,
-        num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
-    )  # fmt: skip
-    try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            ds_to_universal.main(arguments)
-    except Exception as e:  # it raises whatever it meets
-        raise CheckpointError(
-            f"checkpoint {checkpoint} could not be converted for another number of ranks or ZeRO stage ({e}); resume "
-            "with those that saved it (meta.json there)"
-        ) from e
-    (universal / "done").write_text("")
+def _host_copy(tensor: Tensor) -> Tensor:
+    if tensor.is_cuda:  # pinned memory is several times faster, and kept for the next checkpoint
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+    return tensor.clone()
 
 
 def _write_pointer(path: Path, name: str) -> None:
     aside = path.with_name(".latest.tmp")
-    aside.write_text(name + "\n")
+    with open(aside, "w") as f:
+        f.write(name + "\n")
+        f.flush()
+        os.fsync(f.fileno())
     aside.replace(path)
 
 

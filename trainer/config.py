@@ -70,7 +70,7 @@ class OptimConfig(Config):
     """AdamW, or Muon for the matrices, with linear warm-up and cosine decay to `min_lr_ratio`."""
 
     matrices: Literal["adamw", "muon"] = "adamw"
-    """`muon`: orthogonalised momentum for matrices, AdamW for norms; ZeRO 1 or 2, resumed on as many ranks"""
+    """`muon`: orthogonalised momentum for matrices, AdamW for norms; under ZeRO 1 or 2"""
     muon_lr: float = Field(default=0.02, gt=0)
     """peak learning rate of Muon's matrices, whose updates have spectral norm about 1; scheduled like `lr`"""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
@@ -120,6 +120,8 @@ class TrainConfig(Config):
     """replays in a row without a better τ after which training ends; 0: never"""
     save_every: int = Field(default=1000, ge=1)
     """steps between two checkpoints"""
+    save_async: bool = True
+    """write checkpoints while training goes on, from a copy in host memory (12 bytes per parameter over all ranks)"""
     keep: int = Field(default=2, ge=1)
     """checkpoints kept"""
     max_skipped: int = Field(default=5, ge=1)
@@ -181,6 +183,7 @@ HARMLESS = (
     "train.eval_documents",
     "train.patience",
     "train.save_every",
+    "train.save_async",
     "train.keep",
     "train.max_skipped",
 )

@@ -90,12 +90,8 @@ def accumulation_steps(cfg: SftConfig, world_size: int) -> int:
     return cfg.data.global_batch // per_pass
 
 
-def deepspeed_config(cfg: SftConfig, world_size: int, *, load_universal: bool = False) -> dict[str, Any]:
-    """The JSON that DeepSpeed gets; saved with the run. No "auto" values.
-
-    Args:
-        load_universal: the checkpoint to be loaded was saved by another number of ranks or another ZeRO stage.
-    """
+def deepspeed_config(cfg: SftConfig, world_size: int) -> dict[str, Any]:
+    """The JSON that DeepSpeed gets; saved with the run. No "auto" values."""
     return {
         "train_micro_batch_size_per_gpu": cfg.data.documents_per_micro_batch,
         "gradient_accumulation_steps": accumulation_steps(cfg, world_size),
@@ -106,7 +102,6 @@ def deepspeed_config(cfg: SftConfig, world_size: int, *, load_universal: bool = 
         "zero_optimization": {"stage": cfg.engine.zero_stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "checkpoint": {"load_universal": load_universal},
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
@@ -174,13 +169,13 @@ def build_optimizer(
     return MuonWithAuxAdam(muon)
 
 
-def build_engine(model: nn.Module, cfg: SftConfig, world: World, *, load_universal: bool = False) -> Any:
+def build_engine(model: nn.Module, cfg: SftConfig, world: World) -> Any:
     """A DeepSpeed engine around `model` (the drafter alone: embedding and head are outside and never saved)."""
     import deepspeed
 
     optimizer = build_optimizer(model, cfg.optim, world.device, guard=_unguarded(cfg))
     with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
-        config = deepspeed_config(cfg, world.size, load_universal=load_universal)
+        config = deepspeed_config(cfg, world.size)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if hasattr(engine.optimizer, "check_grad_overflow"):
         engine.optimizer.check_grad_overflow = True  # in fp32 too: a non-finite gradient skips the step on every rank

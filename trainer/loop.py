@@ -122,15 +122,13 @@ def fit(
         run.begin(cfg, deepspeed_config(cfg, world.size), store_fingerprint=store.spec.fingerprint)
         if not (run.path / "drafter-init" / "config.json").is_file():
             save_drafter(drafter, run.path / "drafter-init")
-    found = checkpoint.latest(run.path)
-    universal = checkpoint.needs_universal(found, cfg.engine.zero_stage, world.size)
-    engine = build_engine(drafter, cfg, world, load_universal=universal)
+    engine = build_engine(drafter, cfg, world)
     stage = stage_of(Parts(run, store, head, drafter, world))
     objective = stage.objective
 
     # --- resume
     step, best_tau, best_step, over = 0, -math.inf, 0, False
-    if found is not None:
+    if (found := checkpoint.latest(run.path)) is not None:
         meta = checkpoint.load(engine, found, world)
         step, best_tau = meta["step"], meta["best_tau"]
         best_step, over = meta.get("best_step", 0), meta.get("over", False)
@@ -149,7 +147,9 @@ def fit(
 
     # --- loop
     stop, meter, skipped_in_row, tau = StopRequest(), Meter(drafter.config.block_size), 0, best_tau
+    stopping = 0.0
     heldout = heldout_rows(store, cfg.train.eval_documents)
+    saver = checkpoint.Saver(run.path, world, cfg.train.keep, background=cfg.train.save_async)
     tracked = track(
         cfg.run_name, cfg.stage, folder=run.path, config_toml=to_toml(cfg), resume=step > 0, enabled=world.is_main,
         tags={"target": target_cfg.name, "store": store.spec.fingerprint12},
@@ -187,11 +187,13 @@ def fit(
             mine = [numerator, tokens, _checksum(documents), float(stop.requested)]
             loss, tokens, checksum, stopping = world.sum(torch.tensor(mine, dtype=torch.float64)).tolist()
             seconds = time.monotonic() - began
+            saver.poll()
             meter.add_step(tokens, cfg.data.global_batch, seconds)
             if not engine.was_step_applied():
                 skipped_in_row += 1
                 _record_skipped(run.path, world.rank, step, documents)
                 if skipped_in_row >= cfg.train.max_skipped:
+                    saver.wait()
                     raise TrainingError(
                         f"{skipped_in_row} steps in a row had a non-finite loss or gradient, the last at step {step} "
                         f"with documents {', '.join(documents[:4])}; see {run.path}/skipped.rank*.jsonl, lower "
@@ -235,17 +237,16 @@ def fit(
                 state = {"step": step, "samples_seen": step * cfg.data.global_batch, "best_tau": best_tau}
                 state |= {"best_step": best_step, "over": over}
                 saving = time.monotonic()
-                kept = checkpoint.save(engine, run.path, state, world, cfg.train.keep)
+                kept = saver.save(engine, state)
                 tracker.metrics({"train/checkpoint_s": time.monotonic() - saving}, step)
             if "heldout_tau" in record:
                 folder = run.path / "drafter" if better else kept if saved else "not kept"
                 tracker.model(f"{cfg.run_name}-step-{step}", {"heldout_replay_tau": tau}, step, weights=folder)
-            if stopping:
-                if world.is_main:
-                    print(f"stopped at step {step} of {total}, saved; the same command goes on", file=sys.stderr)
+            if stopping or over:
                 break
-            if over:
-                break
+        saver.wait()
+        if stopping and world.is_main:
+            print(f"stopped at step {step} of {total}, saved; the same command goes on", file=sys.stderr)
         if not heldout:
             save_module(engine, world, lambda module: save_drafter(module, run.path / "drafter"))
         if best_tau > -math.inf:

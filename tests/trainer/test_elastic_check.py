@@ -40,7 +40,7 @@ def matrix(runs, tiny_store) -> Path:
 
     def go(world: int, jobs: list[tuple[str, list[str], tuple[str, int] | None]]) -> None:
         tasks = [(str(runs / n), o, f and (str(runs / f[0]), f[1])) for n, o, f in jobs]
-        said = spawn(world, train_all, tiny_store, tasks, timeout_s=500)
+        said = spawn(world, train_all, tiny_store, tasks, busy_s=500)
         assert said == [[None] * len(jobs)] * world
 
     for n in WORLDS:
@@ -93,7 +93,7 @@ def test_five_kills_change_nothing(tiny_store, tmp_path):
     print(f"seed {seed}")
     overrides = [f"train.steps={steps}", "train.save_every=5", "train.eval_every=20"]
     whole = tmp_path / "a" / "runs" / "run"
-    assert spawn(2, train_all, tiny_store, [(str(whole), overrides, None)], timeout_s=500) == [[None]] * 2
+    assert spawn(2, train_all, tiny_store, [(str(whole), overrides, None)], busy_s=500) == [[None]] * 2
     cwd = tmp_path / "b"
     cwd.mkdir()
     run, kills = cwd / "runs" / "run", 0

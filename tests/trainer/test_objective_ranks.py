@@ -137,12 +137,14 @@ def full_disk(world, store_uri: str, folder: str):
     drafter, _, _ = parts(store_uri, config())
     engine = build_engine(drafter, config(), world)
     run = Path(folder)
-    checkpoint.save(engine, run, {"step": 1}, world, keep=2)
+    saver = checkpoint.Saver(run, world, 2, background=True)
+    saver.save(engine, {"step": 1})
+    saver.wait()
     asked = shutil.disk_usage
     if world.is_main:
         shutil.disk_usage = lambda path: namedtuple("usage", "total used free")(10, 10, 0)
     try:
-        checkpoint.save(engine, run, {"step": 2}, world, keep=2)
+        saver.save(engine, {"step": 2})
     except ResourceError as e:
         found = checkpoint.latest(run)
         return str(e), found.name, checkpoint.read_meta(found)["step"]

@@ -74,12 +74,14 @@ def test_non_finite_steps_end_the_run_with_their_documents(back, runs):
     assert [s["step"] for s in skipped] == [0, 1, 2] and all(len(s["documents"]) == 4 for s in skipped)
 
 
-def test_muon_resumes_bit_for_bit_on_as_many_ranks(alone, back, two_ranks, runs, whole):
+def test_muon_resumes_bit_for_bit_and_on_other_ranks(alone, back, two_ranks, runs, whole):
     assert alone["muon"] is None and alone["muon-again"] is None
     assert records(runs / "muon-again") == records(runs / "muon")
     assert records(runs / "muon")[-1]["loss"] != records(whole)[-1]["loss"]
+    # orthogonalising magnifies rounding
     assert_close(records(two_ranks["muon"]), records(runs / "muon"), rel=1e-3)
-    assert "CheckpointError" in back["muon"] and "Muon's momentum" in back["muon"] and "on 2 ranks" in back["muon"]
+    assert back["muon"] is None
+    assert_close(records(runs / "back-muon"), records(runs / "muon"), rel=1e-3)
 
 
 def test_training_ends_when_the_drafter_gets_no_better(alone, runs):
@@ -120,11 +122,12 @@ ZEROS = ("zero1", "zero2", "zero3")
 
 @pytest.fixture(scope="module")
 def two_ranks(whole, runs, tiny_store) -> dict[str, Path]:
-    """Two ranks go on from one rank's checkpoint under ZeRO 1 and 2; whole runs under ZeRO-3, and with Muon."""
+    """Two ranks go on from one rank's checkpoint of ZeRO-1 under ZeRO 1, 2 and 3; and a whole run with Muon."""
     folders = {name: runs / f"two-{name}" for name in (*ZEROS, "muon")}
     jobs = [(str(folders[z]), [STEPS, f"engine.zero_stage={z[-1]}"], (str(whole), 2)) for z in ZEROS[:2]]
-    uneven = "train.eval_documents=3"  # one rank replays more documents than the other
-    jobs.append((str(folders["zero3"]), [STEPS, "engine.zero_stage=3", uneven], None))
+    # under ZeRO-3 one rank replays more documents than the other; and training waits for its checkpoints
+    uneven = ["engine.zero_stage=3", "train.eval_documents=3", "train.save_async=false"]
+    jobs.append((str(folders["zero3"]), [STEPS, *uneven], (str(whole), 2)))
     jobs.append((str(folders["muon"]), [STEPS, "optim.matrices=muon"], None))
     assert spawn(2, train_all, tiny_store, jobs) == [[None] * 4] * 2
     return folders
@@ -142,21 +145,11 @@ def back(two_ranks, whole, runs, tiny_store) -> dict[str, str | None]:
     jobs.append((str(runs / "back-muon"), [STEPS, "optim.matrices=muon"], (str(two_ranks["muon"]), 4)))
     start = [STEPS, f"drafter.start_from={poisoned}", "train.max_skipped=3"]
     jobs.append((str(runs / "poisoned"), start, None))
-    jobs.append((str(runs / "other-stage"), [STEPS, "engine.zero_stage=3"], (str(whole), 4)))
     (said,) = spawn(1, train_all, tiny_store, jobs)
-    return dict(zip((*ZEROS, "muon", "poisoned", "other-stage"), said, strict=True))
+    return dict(zip((*ZEROS, "muon", "poisoned"), said, strict=True))
 
 
-def test_a_stage_that_cannot_read_the_checkpoint_says_which_can(back):
-    assert "was saved under ZeRO-1, which ZeRO-3 cannot read; resume with engine.zero_stage=1" in back["other-stage"]
-
-
-def test_zero_3_stays_on_as_many_ranks(back, two_ranks, whole):
-    assert_close(records(two_ranks["zero3"]), records(whole))
-    assert "was saved under ZeRO-3 by 2 ranks" in back["zero3"] and "resume it on 2" in back["zero3"]
-
-
-@pytest.mark.parametrize("zero", ZEROS[:2])
+@pytest.mark.parametrize("zero", ZEROS)
 def test_two_ranks_go_on_where_one_stopped_and_back(two_ranks, back, whole, runs, zero):
     assert_close(records(two_ranks[zero]), records(whole))
     assert back[zero] is None
@@ -164,7 +157,7 @@ def test_two_ranks_go_on_where_one_stopped_and_back(two_ranks, back, whole, runs
 
 
 def test_four_ranks_go_on_where_two_stopped(two_ranks, whole, runs, tiny_store):
-    jobs = [(str(runs / "four"), [STEPS, "engine.zero_stage=2"], (str(two_ranks["zero1"]), 6))]
+    jobs = [(str(runs / "four"), [STEPS, "engine.zero_stage=3"], (str(two_ranks["zero2"]), 6))]
     assert spawn(4, train_all, tiny_store, jobs) == [[None]] * 4
     assert_close(records(runs / "four"), records(whole))
 
