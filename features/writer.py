@@ -25,7 +25,7 @@ from features.files import is_remote, open_files
 from features.layout import ArrayLayout, array_layouts
 from features.plan import corpus_digest, document_id, num_shards
 from features.precision import encode
-from features.shard_object import JOB_BYTES, ShardObjectWriter
+from features.shard_object import JOB_BYTES, WRITE_BYTES, ShardObjectWriter
 from features.spec import FeatureSpec, no_store, parse_spec, store_path
 from features.tables import read_plan, to_parquet, write_manifest
 from features.threads import Helpers
@@ -157,6 +157,7 @@ class StoreWriter:
             StoreError: a document that the plan does not have in this shard, one given twice or not at all,
                 or no such shard.
             DataError: more rejects than `max_reject_share` allows.
+            ResourceError: no room on the disk.
         """
         if not 0 <= shard < self.num_shards:
             raise StoreError(
@@ -166,16 +167,16 @@ class StoreWriter:
             return self._receipt(commit, won=False)
         rows = self.shard_plan(shard).to_pylist()
         attempt = uuid.uuid4().hex[:12]
-        objects = {
-            n: ShardObjectWriter(self.files, cm.attempt_path(shard, attempt, n), layout, row_end(rows[-1]))
-            for n, layout in self.layouts.items()
-        }
+        objects: dict[str, ShardObjectWriter] = {}
         try:
+            for name, layout in self.layouts.items():
+                path = cm.attempt_path(shard, attempt, name)
+                objects[name] = ShardObjectWriter(self.files, path, layout, row_end(rows[-1]))
             rejected = self._fill(shard, rows, documents, objects["hidden"])
             for name, layout in self._narrow():
                 held = layout.rows_to_hold(row_end(rows[-1]))
                 self._buffers[name][row_end(rows[-1]) : held] = 0
-                objects[name].write(0, self._buffers[name][:held])
+                objects[name].write(0, [self._buffers[name][:held]])
             records = {n: o.close() for n, o in objects.items()}
         except Exception:  # raised again: only the half-written objects go first
             for o in objects.values():
@@ -280,6 +281,8 @@ class StoreWriter:
         first = min(-start % c, n)
         last = max(first, n - (start + n) % c)
         step = max(1, JOB_BYTES // hidden.layout.chunk_bytes) * c
+        shares = self._helpers.count + 1
+        write = -(-min(max(1, WRITE_BYTES // hidden.layout.chunk_bytes) * c, (last - first) // shares) // step) * step
         finite: list[bool] = []
 
         def bits_of(a: int, b: int) -> np.ndarray:
@@ -290,9 +293,9 @@ class StoreWriter:
             return bits
 
         def job(a: int, b: int) -> None:
-            hidden.write((start + a) // c, bits_of(a, b))
+            hidden.write((start + a) // c, (bits_of(x, min(x + step, b)) for x in range(a, b, step)))
 
-        self._helpers.run([functools.partial(job, a, min(a + step, last)) for a in range(first, last, step)])
+        self._helpers.run([functools.partial(job, a, min(a + write, last)) for a in range(first, last, max(write, 1))])
         edges = [(a, bits_of(a, b)) for a, b in ((0, first), (last, n)) if a < b]
         if not all(finite):
             return False

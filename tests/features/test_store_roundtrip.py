@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import resource
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from store_kit import Corpus, features_of
 from features.reader import FeatureStore
 from features.verify import verify_store
 from features.writer import create_store
-from infra.errors import SpecMismatch, StoreError
+from infra.errors import ResourceError, SpecMismatch, StoreError
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8_e4m3", "fp32"])
@@ -140,3 +141,19 @@ def test_documents_over_several_chunks_in_any_order(tmp_path, dtype):
     row = next(r for r in writer.plan.to_pylist() if r["document"] == refused)
     bits = zarr.open(writer.uri, mode="r")["hidden"][row["start"] : row["start"] + row["length"]]
     assert not bits.any()
+
+
+def test_without_room_the_shard_is_refused_and_leaves_nothing(tmp_path):
+    """Room is reserved before the first byte: a limit on file sizes stands for the full disk."""
+    corpus = Corpus(n=4, hidden_size=4096)
+    writer = create_store(str(tmp_path), corpus.spec, corpus.plan)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(ResourceError, match=r"no room for the \d+ MB of .*hidden .*make room there"):
+            writer.write_shard(0, corpus.of_shard(writer, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert writer.files.list("attempts") == [] and 0 in writer.missing_shards()
+    corpus.build(tmp_path)
+    corpus.check(FeatureStore.open(writer.uri))
