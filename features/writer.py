@@ -25,7 +25,7 @@ from features.files import is_remote, open_files
 from features.layout import ArrayLayout, array_layouts
 from features.plan import corpus_digest, document_id, num_shards
 from features.precision import encode
-from features.shard_object import JOB_BYTES, WRITE_BYTES, ShardObjectWriter
+from features.shard_object import JOB_BYTES, ShardObjectWriter
 from features.spec import FeatureSpec, no_store, parse_spec, store_path
 from features.tables import read_plan, to_parquet, write_manifest
 from features.threads import Helpers
@@ -176,7 +176,7 @@ class StoreWriter:
             for name, layout in self._narrow():
                 held = layout.rows_to_hold(row_end(rows[-1]))
                 self._buffers[name][row_end(rows[-1]) : held] = 0
-                objects[name].write(0, [self._buffers[name][:held]])
+                objects[name].write(0, self._buffers[name][:held])
             records = {n: o.close() for n, o in objects.items()}
         except Exception:  # raised again: only the half-written objects go first
             for o in objects.values():
@@ -281,8 +281,6 @@ class StoreWriter:
         first = min(-start % c, n)
         last = max(first, n - (start + n) % c)
         step = max(1, JOB_BYTES // hidden.layout.chunk_bytes) * c
-        shares = self._helpers.count + 1
-        write = -(-min(max(1, WRITE_BYTES // hidden.layout.chunk_bytes) * c, (last - first) // shares) // step) * step
         finite: list[bool] = []
 
         def bits_of(a: int, b: int) -> np.ndarray:
@@ -293,9 +291,9 @@ class StoreWriter:
             return bits
 
         def job(a: int, b: int) -> None:
-            hidden.write((start + a) // c, (bits_of(x, min(x + step, b)) for x in range(a, b, step)))
+            hidden.write((start + a) // c, bits_of(a, b))
 
-        self._helpers.run([functools.partial(job, a, min(a + write, last)) for a in range(first, last, max(write, 1))])
+        self._helpers.run([functools.partial(job, a, min(a + step, last)) for a in range(first, last, step)])
         edges = [(a, bits_of(a, b)) for a, b in ((0, first), (last, n)) if a < b]
         if not all(finite):
             return False
