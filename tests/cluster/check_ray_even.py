@@ -50,7 +50,7 @@ def test_two_hosts_are_as_fast_as_one_and_even(cluster, folder):
 
 
 def test_ray_train_goes_on_after_a_host_died(cluster, folder):
-    hosts, steps = cluster.hosts, 300
+    hosts, steps = cluster.hosts, 120
     if "c" in hosts.inits:
         hosts.kill("c")  # both ranks would fit there
     store = write_store(hosts, "a", folder)
