@@ -1,4 +1,8 @@
-"""A store survives whatever happens to its writers: deaths at every step, duplicate attempts, torn and lost objects."""
+"""A store survives whatever happens to its writers: deaths at every step, duplicate attempts, torn and lost objects.
+
+In a folder and on an S3 server alike; there with fewer examples and kills, since each operation is several requests.
+FLASHDRAFT_HEAVY=1 makes them as many as in the folder (about ten minutes).
+"""
 
 import contextlib
 import multiprocessing
@@ -8,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -23,6 +28,7 @@ from features.verify import repair, verify_store
 from features.writer import StoreWriter, create_store
 from infra.errors import StoreError
 
+HEAVY = bool(os.environ.get("FLASHDRAFT_HEAVY"))
 CORPUS = Corpus(n=14, max_length=24, shard_tokens=48, hidden_size=8, storage_dtype="fp8_e4m3")
 
 
@@ -39,13 +45,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.root = Path(tempfile.mkdtemp())
-        self.writer = create_store(str(self.root), CORPUS.spec, CORPUS.plan)
+        self.root = self.new_root()
+        self.writer = create_store(self.root, CORPUS.spec, CORPUS.plan)
         self.uri, self.damaged, self.attempts = self.writer.uri, set(), {}
+
+    def new_root(self):
+        return tempfile.mkdtemp()
 
     def teardown(self):
         if hasattr(self, "root"):
-            shutil.rmtree(self.root)
+            shutil.rmtree(self.root, ignore_errors=True)  # nothing there for a bucket, which ends with its server
 
     shards = st.integers(0, CORPUS.plan["shard"].to_numpy().max())
     moments = st.sampled_from(["before", "middle", "after"])
@@ -90,25 +99,26 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        self.writer = create_store(str(self.root), CORPUS.spec, CORPUS.plan)
+        self.writer = create_store(self.root, CORPUS.spec, CORPUS.plan)
 
     @rule(pick=st.randoms(use_true_random=False), how=st.sampled_from(["flip", "cut", "lose"]))
     def damage(self, pick, how):
-        objects = sorted(p for p in self.root.rglob("*") if p.is_file() and "/c/" in str(p))
+        files = self.writer.files
+        objects = [p for p in files.list("") if "/c/" in p]
         if not objects:
             return
         path = pick.choice(objects)
-        shard = int(str(path).split("/c/")[1].split("/")[0])
-        data = bytearray(path.read_bytes())
+        shard = int(path.split("/c/")[1].split("/")[0])
+        data = bytearray(files.read(path))
         if not data:  # damaged before
             return
         if how == "flip":
             data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
-            path.write_bytes(data)
+            files.write(path, bytes(data))
         elif how == "cut":
-            path.write_bytes(data[: pick.randrange(len(data))])
+            files.write(path, bytes(data[: pick.randrange(len(data))]))
         else:
-            path.unlink()
+            files.remove(path)
         self.damaged.add(shard)
 
     @precondition(lambda self: hasattr(self, "damaged"))
@@ -147,13 +157,22 @@ class StoreMachine(RuleBasedStateMachine):
             assert error < 0.05
 
 
+class S3StoreMachine(StoreMachine):
+    def new_root(self):
+        return f"s3://bucket/{uuid.uuid4().hex[:8]}"
+
+
+def examples(count):
+    return settings(max_examples=count, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
+
+
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(
-    max_examples=int(os.environ.get("STORE_EXAMPLES", "20")),
-    stateful_step_count=15,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+TestStoreMachine.settings = examples(200 if HEAVY else 20)
+
+
+@pytest.mark.usefixtures("bucket")
+class TestS3StoreMachine(S3StoreMachine.TestCase):
+    settings = examples(50 if HEAVY else 2)
 
 
 @pytest.mark.parametrize("moment", ["before", "middle", "after"])
@@ -177,7 +196,8 @@ def test_death_at_every_step(tmp_path, at, moment):
     CORPUS.check(store)
 
 
-def _work(root, spec, plan, corpus, seed):
+def _work(root, spec, plan, corpus, seed, environment):
+    os.environ.update(environment)
     torch.set_num_threads(1)
     writer = create_store(root, spec, plan)
     missing = writer.missing_shards()
@@ -187,34 +207,33 @@ def _work(root, spec, plan, corpus, seed):
     writer.finish()
 
 
-@pytest.mark.spawn
-@pytest.mark.slow
-def test_sigkill_at_random_times(tmp_path):
-    """At least 50 SIGKILLs, two writers at a time; the store then equals an undisturbed one in every document."""
-    corpus = Corpus(n=400, max_length=24, shard_tokens=48, hidden_size=8)
-    undisturbed = corpus.build(tmp_path / "calm")
-    root, context = str(tmp_path / "storm"), multiprocessing.get_context("fork")
-    kills, seed, rng, seen = 0, 0, random.Random(0), {}
+def kill_at_random_times(root, calm_root, corpus, kills, longest, context):
+    """That many SIGKILLs, two writers at a time, each up to `longest` seconds after its start; the store then equals an
+    undisturbed one in every document and every byte."""
+    undisturbed = corpus.build(calm_root)
+    killed, seed, rng, seen = 0, 0, random.Random(0), {}
     uri = create_store(root, corpus.spec, corpus.plan).uri
+    environment = {k: v for k, v in os.environ.items() if k.startswith("AWS_")}
     while True:
         workers = [
-            context.Process(target=_work, args=(root, corpus.spec, corpus.plan, corpus, seed + i)) for i in range(2)
+            context.Process(target=_work, args=(root, corpus.spec, corpus.plan, corpus, seed + i, environment))
+            for i in range(2)
         ]
         seed += 2
         for w in workers:
             w.start()
         for w in workers:
-            if kills < 50:
-                time.sleep(rng.uniform(0.01, 0.12))
+            if killed < kills:
+                time.sleep(rng.uniform(longest / 12, longest))
                 os.kill(w.pid, signal.SIGKILL)
             w.join()
-            kills += w.exitcode == -signal.SIGKILL
+            killed += w.exitcode == -signal.SIGKILL
         writer = StoreWriter(uri)
         for shard in set(range(writer.num_shards)) - set(writer.missing_shards()):
             attempt = read_commit(writer.files, shard).attempt
             assert seen.setdefault(shard, attempt) == attempt, "a committed shard was computed again"
         if not writer.missing_shards():
-            if kills >= 50:
+            if killed >= kills:
                 break
             # finished too early: lose a few shards, as `verify --repair` would drop them
             for shard in rng.sample(range(writer.num_shards), writer.num_shards // 2):
@@ -223,13 +242,31 @@ def test_sigkill_at_random_times(tmp_path):
             writer.files.remove("manifest.json")
     writer.finish()
     assert verify_store(uri) == []
-    assert not list(Path(uri).glob("attempts/*"))
+    assert writer.files.list("attempts") == []
     store, calm = FeatureStore.open(uri, verify="always"), FeatureStore.open(undisturbed.uri)
     assert store.complete and store.documents.equals(calm.documents)
     for row in range(len(store)):
         assert torch.equal(store.read(row).hidden_SLD, calm.read(row).hidden_SLD)
     corpus.check(store)
-    for name in ("hidden", "token_ids", "loss_mask", "target_logprob"):  # not only documents: the very bytes
-        for path in (Path(uri) / name / "c").rglob("*"):
-            if path.is_file():
-                assert path.read_bytes() == (Path(undisturbed.uri) / path.relative_to(uri)).read_bytes()
+    objects = [p for p in calm.files.list("") if "/c/" in p]  # not only documents: the very bytes
+    assert len(objects) == 4 * store.num_shards
+    assert all(writer.files.read(p) == calm.files.read(p) for p in objects)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_sigkill_at_random_times(tmp_path):
+    corpus = Corpus(n=400, max_length=24, shard_tokens=48, hidden_size=8)
+    context = multiprocessing.get_context("fork")
+    kill_at_random_times(str(tmp_path / "storm"), str(tmp_path / "calm"), corpus, 50, 0.12, context)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_sigkill_at_random_times_on_s3(bucket, tmp_path):
+    """The writers are forked from a process that has never used an object store: its threads do not survive that."""
+    corpus = Corpus(n=200 if HEAVY else 24, max_length=24, shard_tokens=48, hidden_size=8)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["features.writer", "store_kit"])
+    kills = 50 if HEAVY else 5
+    kill_at_random_times(f"{bucket}/storm", str(tmp_path), corpus, kills, 0.9, context)
