@@ -131,6 +131,16 @@ def _rendezvous() -> list[str]:
     ]
 
 
+def _again(profile: SlurmProfile, what: str) -> list[str]:
+    """Code 2 is an error that the user has to mend."""
+    return [
+        f"# a lost node, or one that did not start: {what}, but not for ever",
+        f'if [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {profile.retries} ]; then',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+    ]
+
+
 def _features(job: Job, profile: SlurmProfile, _sweep: bool) -> list[str]:
     command = job.with_arguments("ray.address=auto", *gpus(job, profile)).shell(_python(profile))
     start = "--disable-usage-stats --num-cpus="
@@ -160,6 +170,7 @@ def _features(job: Job, profile: SlurmProfile, _sweep: bool) -> list[str]:
         'wait "$step" || true',
         'code=$(cat "$result" 2> /dev/null || echo 1)',
         'rm -f "$result"',
+        *_again(profile, "compute the missing shards"),
         'exit "$code"',
     ]
 
@@ -181,10 +192,7 @@ def _train(job: Job, profile: SlurmProfile, sweep: bool) -> list[str]:
         "# a signal ends the first wait at once; this one gives the step's own code",
         'if [ "$stopped" -eq 1 ]; then code=0; wait "$step" || code=$?; fi',
         'if [ "$stopped" -eq 1 ] && [ "$code" -eq 0 ]; then scontrol requeue "$SLURM_JOB_ID"; exit 0; fi',
-        "# a lost node: go on from the last checkpoint, but not for ever",
-        f'if [ "$code" -ne 0 ] && [ "$code" -ne 2 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {profile.retries} ]; then',
-        '  scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
+        *_again(profile, "go on from the last checkpoint"),
         'exit "$code"',
     ]
     return lines
