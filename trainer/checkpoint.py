@@ -85,7 +85,8 @@ class Saver:
         name = f"step-{meta['step']:08d}"
         aside = self.root / f".{name}.part"
         if self.world.is_main:
-            shutil.rmtree(aside, ignore_errors=True)
+            for part in self.root.glob(".*.part"):  # of a process that was killed
+                shutil.rmtree(part, ignore_errors=True)
             aside.mkdir(parents=True)
         parts = [(f"{n}/{kind}/{at}", t) for n, kind, at, t in state.parts(engine, self.world.rank, self.world.size)]
         mine = sum(t.numel() * t.element_size() for _, t in parts)
@@ -265,5 +266,3 @@ def _write_pointer(path: Path, name: str) -> None:
 def _forget(root: Path, keep: int) -> None:
     for old in sorted(root.glob("step-*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
-    for part in root.glob(".*.part"):
-        shutil.rmtree(part, ignore_errors=True)

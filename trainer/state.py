@@ -48,7 +48,7 @@ def slots(engine: Any) -> list[Slot]:
     stage, zero = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
         return [s for n, p in named if (s := _partitioned(zero, n, p)).length > 0]
-    if not hasattr(zero, "optimizer"):  # fp32 without ZeRO: the parameters are their own masters
+    if _base(engine) is zero:  # fp32 without ZeRO: the parameters are their own masters
         group = {id(p): i for i, g in enumerate(zero.param_groups) for p in g["params"]}
         return [Slot(n, p, 0, p.numel(), p, 0, group[id(p)]) for n, p in named]
     out = []
@@ -63,7 +63,7 @@ def slots(engine: Any) -> list[Slot]:
 def _partitioned(zero: Any, name: str, p: Any) -> Slot:
     """ZeRO-3 pads each parameter to a multiple of the ranks; the padding is no part of the state."""
     sub_group, at, size = zero.grad_position[zero.get_param_id(p)]
-    start = size * zero._get_param_partition_rank(p)
+    start = size * torch.distributed.get_rank(p.ds_process_group)
     length = max(min(size, p.ds_numel - start), 0)
     flat = zero.fp32_partitioned_groups_flat[sub_group]
     return Slot(name, p, min(start, p.ds_numel), length, flat, at, zero.sub_group_to_group_id[sub_group])
@@ -79,7 +79,7 @@ def parts(engine: Any, rank: int, ranks: int) -> Iterator[tuple[str, str, int, T
     """(parameter, kind, first element, flat view) of what this rank saves; all ranks together save everything once."""
     base = _base(engine)
     momentum_at = _whole_momentum(engine)
-    replicated = engine.zero_optimization_stage() == 0 and base is engine.optimizer
+    replicated = base is engine.optimizer
     for slot in slots(engine):
         if replicated:
             first, last = slot.length * rank // ranks, slot.length * (rank + 1) // ranks

@@ -1,8 +1,9 @@
 """Spawns a gloo world of real DeepSpeed ranks, and ends it when it hangs.
 
-A world that waits for something uses no processor, however slow the machine is: one whose ranks all together used less
-than a second of it for `quiet_s` seconds hangs, and the message says where each rank stood. Work that never ends is
-bounded in processor time too, so that a busy machine ends no world that goes on.
+A rank that waits for another sleeps and uses no processor, however slow the machine is; one that the machine keeps from
+working is runnable, or waits for a disk. A world whose ranks all sleep for `quiet_s` seconds hangs, and the message
+says where each of them stood. Work that never ends is bounded in processor time too, so that a busy machine ends no
+world that goes on.
 """
 
 import faulthandler
@@ -70,7 +71,8 @@ class _Watch:
 
     def __init__(self, ranks: Sequence[BaseProcess], busy_s: float, quiet_s: float):
         self.ranks, self.busy_s, self.quiet_s, self.moved_at = ranks, busy_s, quiet_s, time.monotonic()
-        self.used, self.total, self.dead = [0.0] * len(ranks), 0.0, set[int]()
+        self.used, self.total = [0.0] * len(ranks), 0.0
+        self.dead, self.awake = set[int](), set[int]()
 
     def gave_up(self, done: dict[int, Any]) -> str | None:
         """Why the world is to be ended; asked about once a second."""
@@ -82,8 +84,11 @@ class _Watch:
         self.used = [
             max(u, _processor_s(p)) for u, p in zip(self.used, self.ranks, strict=True)
         ]  # the ended keep theirs
-        if sum(self.used) - self.total >= 1.0:
+        awake = {r for r, p in enumerate(self.ranks) if _awake(p)}
+        # seen awake once it may have been a short look at the time; twice in a row is work
+        if sum(self.used) - self.total >= 1.0 or awake & self.awake:
             self.total, self.moved_at = sum(self.used), now
+        self.awake = awake
         if now - self.moved_at > self.quiet_s:
             return f"the ranks hang: none has computed anything for {self.quiet_s:.0f} s"
         if max(self.used) > self.busy_s:
@@ -97,6 +102,14 @@ def _processor_s(process: BaseProcess) -> float:
     except psutil.NoSuchProcess:
         return 0.0
     return times.user + times.system
+
+
+def _awake(process: BaseProcess) -> bool:
+    """Whether its main thread runs, would run if a processor were free, or waits for a disk."""
+    try:
+        return psutil.Process(process.pid).status() in (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _where(ranks: Sequence[BaseProcess], stacks: Path) -> str:
