@@ -64,6 +64,9 @@ class StreamConfig(Config):
     """`fixed`: every K-th legal position, the paper's comparison"""
     visited_share: float = Field(default=0.5, ge=0, le=1)
     """share of a document's anchors taken from its visited positions, where the trainer gives such"""
+    lookahead: int = Field(default=0, ge=0)
+    """tokens behind each block, and rows of context, that a batch has besides, so that a trainer can move its blocks
+    on (`AnchorBatch.ahead_labels_AX`)"""
     prefetch: int = Field(default=2, ge=1)
     """batches read ahead; each holds S * L * D * 2 bytes (126 MB for 3,072 tokens at D = 4096 with 5 taps)"""
     workers: int = Field(default=2, ge=1)
@@ -97,6 +100,11 @@ class AnchorBatch:
     target_logprob_AK: torch.Tensor  # float32: the target's log p of the label
     topk_ids_AKk: torch.Tensor | None  # int64: the target's candidates for the token at p + k
     topk_logprobs_AKk: torch.Tensor | None  # float32
+    # With a lookahead, else None; X = K + lookahead:
+    ahead_labels_AX: torch.Tensor | None  # int64: as labels_AK, further
+    ahead_loss_mask_AX: torch.Tensor | None  # bool: loss mask at p + x, the anchor's own included
+    ahead_logprob_AX: torch.Tensor | None  # float32: as target_logprob_AK
+    context_limit_A: torch.Tensor | None  # int64, exclusive: the last row of its document in the batch
     documents: list[str]
     step: int  # optimiser step since the first document
     micro: int  # micro-batch of this rank within the step
@@ -122,6 +130,7 @@ class AnchorBatch:
 class _StepPlan:
     rows: np.ndarray  # documents of the global batch, rows of store.documents
     anchors: list[np.ndarray]  # positions per document
+    lengths: list[int]  # tokens per document
     supervised_K: np.ndarray
     blocks: int
 
@@ -240,7 +249,7 @@ class AnchorStream:
             window_AK[:, 0] = False
             supervised_K += window_AK.sum(0)
             blocks += int(window_AK.any(1).sum())
-        return _StepPlan(rows, anchors, supervised_K, blocks)
+        return _StepPlan(rows, anchors, [len(mask) for mask in masks], supervised_K, blocks)
 
     def _anchors(self, legal: np.ndarray, epoch: int, document: str) -> np.ndarray:
         cfg = self.cfg
@@ -258,6 +267,12 @@ class AnchorStream:
         rows, anchors = p.rows[first : first + m], p.anchors[first : first + m]
         # Rows of context that some block sees: [0, last anchor) of each document.
         need = [int(a[-1]) if len(a) else 0 for a in anchors]
+        if cfg.lookahead:
+            ends = zip(need, p.lengths[first : first + m], strict=True)
+            further = [min(n + cfg.lookahead, length - 1) if n else 0 for n, length in ends]
+            if sum(further) <= self.context_tokens:  # else the blocks stay where they are
+                need = further
+        X = K + cfg.lookahead
         used, count = sum(need), sum(len(a) for a in anchors)
         if cfg.shape == "trimmed":
             S, A = max(64, -(-used // 64) * 64), max(8, -(-count // 8) * 8)
@@ -280,6 +295,10 @@ class AnchorStream:
             target_logprob_AK=torch.zeros((A, K), dtype=torch.float32),
             topk_ids_AKk=torch.zeros((A, K, spec.top_k), dtype=i64) if spec.top_k else None,
             topk_logprobs_AKk=torch.zeros((A, K, spec.top_k), dtype=torch.float32) if spec.top_k else None,
+            ahead_labels_AX=torch.zeros((A, X), dtype=i64) if cfg.lookahead else None,
+            ahead_loss_mask_AX=torch.zeros((A, X), dtype=torch.bool) if cfg.lookahead else None,
+            ahead_logprob_AX=torch.zeros((A, X), dtype=torch.float32) if cfg.lookahead else None,
+            context_limit_A=torch.zeros(A, dtype=i64) if cfg.lookahead else None,
             documents=store.documents["document"].take(rows).to_pylist(),
             step=step,
             micro=micro,
@@ -317,7 +336,14 @@ class AnchorStream:
         supervised = _windows(mask, positions, K)
         supervised[:, 0] = False
         b.supervised_AK[blocks] = torch.from_numpy(supervised)
-        b.target_logprob_AK[blocks] = torch.from_numpy(_windows(store.read_array("target_logprob", row), positions, K))
+        logprob = store.read_array("target_logprob", row)
+        b.target_logprob_AK[blocks] = torch.from_numpy(_windows(logprob, positions, K))
+        if b.ahead_labels_AX is not None:
+            X = b.ahead_labels_AX.shape[1]
+            b.ahead_labels_AX[blocks] = torch.from_numpy(_windows(tokens, positions, X))
+            b.ahead_loss_mask_AX[blocks] = torch.from_numpy(_windows(mask, positions, X))
+            b.ahead_logprob_AX[blocks] = torch.from_numpy(_windows(logprob, positions, X))
+            b.context_limit_A[blocks] = s + n
         if b.topk_ids_AKk is not None and b.topk_logprobs_AKk is not None:
             b.topk_ids_AKk[blocks] = torch.from_numpy(_windows(store.read_array("topk_ids", row), positions, K))
             b.topk_logprobs_AKk[blocks] = torch.from_numpy(

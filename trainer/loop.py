@@ -82,6 +82,8 @@ class Stage:
     """block starts to prefer"""
     visited_share: float = 0.0
     """share of a document's anchors taken from them"""
+    lookahead: int = 0
+    """tokens behind each block that batches carry"""
     stream: Callable[[int], Any] | None = None
     """batches from a step on, in place of the store's; what it iterates over and counts is `AnchorStream`'s"""
     patience: int = 0
@@ -134,9 +136,9 @@ def fit(
         best_step, over = meta.get("best_step", 0), meta.get("over", False)
         for part in stage.refreshed:
             part.restore(step)
+    blocks = stream_config(cfg, drafter.config.block_size, stage.visited_share, stage.lookahead)
     stream = stage.stream(step) if stage.stream else AnchorStream(
-        store, stream_config(cfg, drafter.config.block_size, stage.visited_share), world.rank, world.size,
-        samples_seen=step * cfg.data.global_batch, visited=stage.visited,
+        store, blocks, world.rank, world.size, samples_seen=step * cfg.data.global_batch, visited=stage.visited
     )  # fmt: skip
     total = cfg.train.steps or max(round(cfg.train.epochs * stream.steps_per_epoch), 1)
     if world.is_main:
@@ -256,7 +258,7 @@ def fit(
     return run.path / "drafter"
 
 
-def stream_config(cfg: SftConfig, block_size: int, visited_share: float = 0.0) -> StreamConfig:
+def stream_config(cfg: SftConfig, block_size: int, visited_share: float = 0.0, lookahead: int = 0) -> StreamConfig:
     return StreamConfig(
         seed=cfg.train.seed,
         block_size=block_size,
@@ -266,6 +268,7 @@ def stream_config(cfg: SftConfig, block_size: int, visited_share: float = 0.0) -
         shape=cfg.data.shape,
         anchors=cfg.data.anchors,
         visited_share=visited_share,
+        lookahead=lookahead,
         prefetch=cfg.data.prefetch,
     )
 

@@ -3,7 +3,6 @@
 Legend: A blocks, K block size.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Collection
@@ -25,6 +24,7 @@ from kernels.acceptance_loss import Acceptance, AcceptanceLoss, Drafted, Referen
 from trainer.drafter.checkpoint import load_drafter
 from trainer.drafter.model import Drafter
 from trainer.engine import World
+from trainer.follow import blocks_of, evenly, moved, runs
 from trainer.loop import Parts, Stage, fit, run_stage
 from trainer.objective import Objective, forward
 from trainer.rl_config import RlConfig, RlSection
@@ -60,6 +60,7 @@ def stage(cfg: RlConfig, parts: Parts) -> Stage:
         refreshed=tuple(x for x in (visits, snapshot) if x),
         visited=visits.positions if visits else None,
         visited_share=rl.visited_share,
+        lookahead=parts.drafter.config.block_size if rl.follow_share else 0,
         patience=rl.patience,
     )
 
@@ -89,6 +90,11 @@ class RlObjective:
     def __call__(self, model: nn.Module, batch: AnchorBatch, head: FrozenHead) -> AcceptanceLoss:
         """One micro-batch; `numerator` is to be divided by `denominator(batch)`."""
         rl = self.rl
+        followed_A = torch.zeros_like(batch.anchor_valid_A)
+        if batch.ahead_labels_AX is not None:
+            picked_a = evenly(batch.anchor_valid_A, rl.follow_share)
+            run_a = runs(model, self.drafter, blocks_of(batch, picked_a), head, self.cfg.loss.chunk_rows)
+            batch, followed_A = moved(batch, picked_a, run_a)
         hidden_AKD = forward(model, self.drafter, batch, head)
         floor_K = None
         if rl.floor:  # its own mean over slots, times the blocks that everything is divided by
@@ -118,7 +124,7 @@ class RlObjective:
             floor_K=floor_K, reference=self._reference(batch, head), drafted=self.drafted(batch),
             chunk_rows=self.cfg.loss.chunk_rows,
         )  # fmt: skip
-        self._count(out, batch)
+        self._count(out, batch, followed_A)
         return out
 
     def drafted(self, batch: AnchorBatch) -> Drafted | None:
@@ -132,23 +138,23 @@ class RlObjective:
         stride = 1 if rl.group.baseline == "reference" else round(1 / rl.kl_share)
         picked = torch.arange(batch.step % stride, A, stride, device=batch.labels_AK.device)
         with torch.no_grad():
-            hidden_bKD = forward(self.reference, self.drafter, _blocks(batch, picked), head)
+            hidden_bKD = forward(self.reference, self.drafter, blocks_of(batch, picked), head)
         hidden_AKD = hidden_bKD.new_zeros(A, *hidden_bKD.shape[1:]).index_copy(0, picked, hidden_bKD)
         blocks_A = torch.zeros(A, dtype=torch.bool, device=picked.device).index_fill(0, picked, True)
         beta = {d: rl.kl * stride * (rl.kl_direction in (d, "both")) for d in ("forward", "reverse")}
         return Reference(hidden_AKD, blocks_A, **beta)
 
-    def _count(self, out: AcceptanceLoss, batch: AnchorBatch) -> None:
+    def _count(self, out: AcceptanceLoss, batch: AnchorBatch, followed_A: Tensor) -> None:
         """Sums for the log: expected reward, divergence, and the leading run at visited and at other anchors."""
         counted_A = batch.supervised_AK.any(1)
-        visited_A = torch.zeros_like(counted_A)
+        visited_A = followed_A.clone()
         if self.visits is not None:
             for d, document in enumerate(batch.documents):
                 at = torch.nonzero(batch.anchor_document_A == d).flatten()
                 starts = self.visits.positions(document)
                 if starts is not None:
                     here = np.isin(batch.anchor_position_A[at].cpu().numpy(), starts)
-                    visited_A[at] = torch.from_numpy(here).to(visited_A.device)
+                    visited_A[at] |= torch.from_numpy(here).to(visited_A.device)
         visited_A &= counted_A
         others_A = counted_A & ~visited_A
         self.sums += [
@@ -250,13 +256,6 @@ def load_reference(cfg: RlConfig, parts: Parts) -> Drafter:
     if parts.world.is_main:
         write_json(record, {"folder": str(folder), "weights": digest})
     return reference
-
-
-def _blocks(batch: AnchorBatch, picked: Tensor) -> AnchorBatch:
-    """The batch with only the picked blocks; its context stays."""
-    names = ("context_start_A", "context_end_A", "anchor_position_A", "anchor_document_A", "anchor_valid_A")
-    names += ("labels_AK", "supervised_AK", "target_logprob_AK")
-    return dataclasses.replace(batch, **{n: getattr(batch, n)[picked] for n in names})
 
 
 if __name__ == "__main__":
