@@ -139,7 +139,9 @@ def train_row(cfg: StudyConfig, name: str, seed: int, model: str, store: Feature
 
         loss = LossConfig(weighting="dpace" if name == "sft-dpace" else "decay")
         return whole(train, SftConfig(loss=loss, **shared), world)
-    changes: dict[str, Any] = {"visited_share": 0.0} if name == "rl-uniform" else {}
+    changes: dict[str, Any] = {}
+    if name in ("rl-uniform", "rl-followed"):
+        changes = {"visited_share": 0.0, "follow_share": 0.5 if name == "rl-followed" else 0.0}
     if name == "rl-group":
         changes |= {"estimator": "group", "group": GroupConfig().model_dump()}
     rl = validate(RlSection, changes | cfg.rl.get("all", {}) | cfg.rl.get(name, {}), f"rl.{name}")

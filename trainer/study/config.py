@@ -7,7 +7,7 @@ from pydantic import Field
 from infra.config import Config
 from trainer.config import DataConfig, DrafterSection, EngineConfig, OptimConfig
 
-ROWS = ("sft-decay", "sft-dpace", "rl-uniform", "rl-visited", "rl-group", "rl-onpolicy")
+ROWS = ("sft-decay", "sft-dpace", "rl-uniform", "rl-visited", "rl-followed", "rl-group", "rl-onpolicy")
 """second stages; the first is what all others are measured against"""
 BASELINE = ROWS[0]
 SETTINGS = Path(__file__).parent / "stories.toml"
