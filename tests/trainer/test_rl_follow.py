@@ -13,9 +13,11 @@ from test_rl_stage import SMALL, config, start, world  # noqa: F401 - fixtures
 from eval.replay import matches
 from features.reader import FeatureStore
 from features.stream import AnchorStream, StreamConfig
+from infra.errors import ConfigError
 from trainer.drafter.checkpoint import load_drafter
 from trainer.follow import blocks_of, evenly, moved, runs
 from trainer.heldout import store_text
+from trainer.onpolicy.config import OnPolicyConfig
 from trainer.rl import train
 from trainer.rl_config import RlConfig
 
@@ -72,6 +74,11 @@ def test_a_lookahead_changes_nothing_else(tiny_store):
         for name in ("labels_AK", "supervised_AK", "target_logprob_AK", "anchor_position_A", "anchor_document_A"):
             assert torch.equal(getattr(plain, name), getattr(ahead, name))
         assert torch.equal(ahead.ahead_labels_AX[:, :K], ahead.labels_AK)
+
+
+def test_rollouts_have_starts_of_their_own(start, tiny_store):  # noqa: F811
+    with pytest.raises(ConfigError, match=r"has the starts that rollouts visited .* set rl\.follow_share = 0"):
+        config(OnPolicyConfig, start, tiny_store, rl={"follow_share": 0.5}, rollout={"prompts_per_round": 8})
 
 
 def test_the_stage_trains_on_them(in_tmp, start, tiny_store, world):  # noqa: F811

@@ -58,4 +58,8 @@ class OnPolicyConfig(RlConfig):
             raise ValueError("stage 'rl-onpolicy' has no epochs: set train.steps")
         if self.rl.estimator != "closed" or self.rl.verification != "exact":
             raise ValueError("stage 'rl-onpolicy' verifies by exact match and takes rl.estimator = 'closed'")
+        if self.rl.follow_share:
+            raise ValueError(
+                "stage 'rl-onpolicy' has the starts that rollouts visited (rl.visited_share); set rl.follow_share = 0"
+            )
         return self
