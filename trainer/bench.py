@@ -35,8 +35,10 @@ from trainer.drafter.init import init_random
 from trainer.drafter.model import Drafter
 from trainer.engine import World, build_engine, build_optimizer, init_world
 from trainer.heldout import heldout_rows, replay_heldout
-from trainer.loop import stream_config
+from trainer.loop import Parts, stream_config
 from trainer.objective import Objective
+from trainer.rl import RlObjective
+from trainer.rl_config import RlConfig
 
 FULL = {"S": 512, "A": 64, "V": 8192, "D": 256, "K": 16, "layers": 3, "train": 24, "heldout": 8}
 TINY = {"S": 64, "A": 4, "V": 512, "D": 64, "K": 8, "layers": 1, "train": 4, "heldout": 2}
@@ -117,6 +119,26 @@ def bare_step(n: dict[str, int], batches: Iterator[AnchorBatch], head: FrozenHea
     return step
 
 
+def rl_step(
+    n: dict[str, int], batches: Iterator[AnchorBatch], head: FrozenHead, store: FeatureStore, world: World, **rl: Any
+) -> Callable[[], None]:
+    """As `bare_step` with the RL objective in the middle of its schedules (draft temperature 0.75)."""
+    data = recipe(n).model_dump(exclude={"stage"}) | {"drafter": {"start_from": "."}, "rl": {"visited_share": 0.0} | rl}
+    cfg, drafter = RlConfig.model_validate(data), new_drafter(n)
+    optimizer = build_optimizer(drafter, cfg.optim, torch.device("cpu"))
+    objective = RlObjective(cfg, Parts(None, store, head, drafter, world), None, None, None)  # type: ignore[arg-type]
+    objective.begin(1, 3)
+
+    def step() -> None:
+        batch = next(batches)
+        (objective(drafter, batch, head).numerator / objective.denominator(batch)).backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
 def engine_step(engine: Any, n: dict[str, int], batches: Iterator[AnchorBatch], head: FrozenHead) -> Callable[[], None]:
     objective = Objective(recipe(n).loss, engine.module.config)
 
@@ -136,6 +158,8 @@ def measure(n: dict[str, int], rounds: int, world: World, folder: Path) -> list[
     stream = AnchorStream(store, stream_config(recipe(n), n["K"]))
     live = iter(stream)
     ready = list(itertools.islice(live, n["train"]))
+    ahead = AnchorStream(store, stream_config(recipe(n), n["K"], lookahead=n["K"]))
+    ready_ahead = list(itertools.islice(ahead, n["train"]))
     drafter = new_drafter(n)
     engine = build_engine(drafter, recipe(n), world)
     variants = {
@@ -144,6 +168,10 @@ def measure(n: dict[str, int], rounds: int, world: World, folder: Path) -> list[
         "engine and data": engine_step(engine, n, live, head),
         "soft labels": bare_step(n, itertools.cycle(ready), head, soft_share=0.5),
         "D-PACE": bare_step(n, itertools.cycle(ready), head, weighting="dpace"),
+        "RL": rl_step(n, itertools.cycle(ready), head, store, world),
+        "RL, half of the blocks followed": rl_step(
+            n, itertools.cycle(ready_ahead), head, store, world, follow_share=0.5
+        ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     waited, names = 0.0, list(variants)

@@ -131,7 +131,7 @@ def fit(
     # --- resume
     step, best_tau, best_step, over = 0, -math.inf, 0, False
     if (found := checkpoint.latest(run.path)) is not None:
-        meta = checkpoint.load(engine, found, world)
+        meta = checkpoint.read_meta(found)
         step, best_tau = meta["step"], meta["best_tau"]
         best_step, over = meta.get("best_step", 0), meta.get("over", False)
         for part in stage.refreshed:
@@ -146,6 +146,8 @@ def fit(
         _say_beginning(cfg, store, drafter, step, total, world)
     if (over or step >= total) and (run.path / "drafter" / "config.json").is_file():
         return run.path / "drafter"
+    if found is not None:
+        checkpoint.load(engine, found, world)
 
     # --- loop
     stop, meter, skipped_in_row, tau = StopRequest(), Meter(drafter.config.block_size), 0, best_tau

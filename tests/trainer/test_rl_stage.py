@@ -73,7 +73,8 @@ def test_resume_repeats_visits_and_draws(in_tmp, start, tiny_store, world, estim
     cfg = config(RlConfig, start, tiny_store, rl=rl, name="whole")
     train(cfg, world)
     whole = in_tmp / "runs" / "whole"
-    assert sorted(p.name for p in (whole / "visits").glob("*.npz")) == [f"step-0000000{s}.npz" for s in (2, 4)]
+    kept = {p.name for p in (whole / "visits").glob("*.npz")}  # those of step 0 too, if no save was done by step 4
+    assert {f"step-0000000{s}.npz" for s in (2, 4)} <= kept
     again = in_tmp / "runs" / "again"
     shutil.copytree(whole, again)
     (again / "mlflow.json").unlink()
