@@ -85,7 +85,7 @@ def launch(argv: list[str]) -> int:
     ranks = [*where, f"--nproc_per_node={nproc}", "--shutdown_timeout=600", *worker]
     if args.nodes == 1:
         return torchrun(ranks)
-    from trainer.peers import PeerWatch
+    from trainer.machines import PeerWatch
 
     watch = PeerWatch(args.rendezvous, cfg.run_name, args.peer_timeout, socket.gethostname())
     code = torchrun(ranks)

@@ -14,7 +14,7 @@ import pytest
 from hosts import say, wait_for
 from small import records, trainer, write_store
 
-from trainer.peers import LOST
+from trainer.machines import LOST
 
 STEPS, PEER_TIMEOUT_S = 48, 15
 READ = """

@@ -11,12 +11,12 @@ from torch.distributed import TCPStore
 
 from infra.errors import ConfigError
 from trainer.__main__ import launch
-from trainer.peers import LOST
+from trainer.machines import LOST
 
 TIMEOUT_S = 6
 MACHINE = """
 import subprocess, sys, time
-from trainer.peers import PeerWatch
+from trainer.machines import PeerWatch
 watch = PeerWatch(sys.argv[1], "run", float(sys.argv[2]), sys.argv[3])
 rank = subprocess.Popen(["sleep", "300"])  # what hangs in a collective
 while watch.lost(time.monotonic()) or len(watch._heard) < 2: time.sleep(0.1)
