@@ -225,7 +225,7 @@ def kill_at_random_times(root, calm_root, corpus, kills, longest, context):
         for w in workers:
             if killed < kills:
                 time.sleep(rng.uniform(longest / 12, longest))
-                os.kill(w.pid, signal.SIGKILL)
+                w.kill()  # nothing, if it has ended already
             w.join()
             killed += w.exitcode == -signal.SIGKILL
         writer = StoreWriter(uri)
