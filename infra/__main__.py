@@ -20,7 +20,7 @@ def run(argv: list[str]) -> int | None:
     demo.add_argument("overrides", nargs="*", help="key=value for the training recipe")
     bench = sub.add_parser("bench", help="benchmarks into runs/bench/<part>.json")
     bench.add_argument("part", choices=["", *BENCHES], metavar="|".join(BENCHES))
-    bench.add_argument("args", nargs="*")
+    bench.add_argument("args", nargs=argparse.REMAINDER)  # flags too, which are the benchmark's
     sub.add_parser("submit", help="run a stage on Ray, Kubernetes, Slurm or here")
     sub.add_parser("sizing", help="GPUs, nodes, TB, hours and cost per 100 M tokens, as Markdown")
     args = p.parse_args(argv)
