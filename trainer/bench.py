@@ -104,10 +104,10 @@ def new_drafter(n: dict[str, int]) -> Drafter:
     return drafter
 
 
-def bare_step(n: dict[str, int], batches: Iterator[AnchorBatch], head: FrozenHead, **loss: Any) -> Callable[[], None]:
-    cfg, drafter = recipe(n, **loss), new_drafter(n)
+def torch_step(
+    cfg: SftConfig, drafter: Drafter, objective: Any, batches: Iterator[AnchorBatch], head: FrozenHead
+) -> Callable[[], None]:
     optimizer = build_optimizer(drafter, cfg.optim, torch.device("cpu"))
-    objective = Objective(cfg.loss, drafter.config)
 
     def step() -> None:
         batch = next(batches)
@@ -117,6 +117,11 @@ def bare_step(n: dict[str, int], batches: Iterator[AnchorBatch], head: FrozenHea
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def bare_step(n: dict[str, int], batches: Iterator[AnchorBatch], head: FrozenHead, **loss: Any) -> Callable[[], None]:
+    cfg, drafter = recipe(n, **loss), new_drafter(n)
+    return torch_step(cfg, drafter, Objective(cfg.loss, drafter.config), batches, head)
 
 
 def rl_step(
@@ -125,18 +130,9 @@ def rl_step(
     """As `bare_step` with the RL objective in the middle of its schedules (draft temperature 0.75)."""
     data = recipe(n).model_dump(exclude={"stage"}) | {"drafter": {"start_from": "."}, "rl": {"visited_share": 0.0} | rl}
     cfg, drafter = RlConfig.model_validate(data), new_drafter(n)
-    optimizer = build_optimizer(drafter, cfg.optim, torch.device("cpu"))
     objective = RlObjective(cfg, Parts(None, store, head, drafter, world), None, None, None)  # type: ignore[arg-type]
     objective.begin(1, 3)
-
-    def step() -> None:
-        batch = next(batches)
-        (objective(drafter, batch, head).numerator / objective.denominator(batch)).backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return torch_step(cfg, drafter, objective, batches, head)
 
 
 def engine_step(engine: Any, n: dict[str, int], batches: Iterator[AnchorBatch], head: FrozenHead) -> Callable[[], None]:

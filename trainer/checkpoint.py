@@ -147,7 +147,7 @@ class Saver:
     def _write(self, path: Path, parts: list[tuple[str, Tensor]]) -> None:
         try:
             write_tensors(path, parts)
-        except Exception as e:  # of a thread, which would only print it; raised by `wait`, on every rank
+        except Exception as e:  # kept, whatever it is: `wait` raises it on every rank; a thread would only print it
             self._error = e
 
 
