@@ -28,12 +28,17 @@ def corpus_file(folder, rows=60):
         {"prompt": f"Question {i}: {'why ' * (i % 7)}?", "response": f"Answer {i}. " + "because " * (i * 5 % 17)}
         for i in range(rows)
     ]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(d) + "\n" for d in data))
-    toml = folder / "kept.toml"
-    toml.write_text(
-        f'[sources.rows]\nkind = "files"\npaths = ["{folder}/rows.jsonl"]\n[regenerate]\nengine = "none"\n'
-        '[prefill]\nshard_tokens = 512\nstorage_dtype = "fp32"\nbatch_tokens = 600\n'
+    settings = (
+        '[regenerate]\nengine = "none"\n[prefill]\nshard_tokens = 512\nstorage_dtype = "fp32"\nbatch_tokens = 600\n'
     )
+    return write_corpus(folder, "kept", data, settings)
+
+
+def write_corpus(folder, name, rows, settings):
+    """`<name>.jsonl` and the TOML that reads it, with further sections."""
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    toml = folder / f"{name}.toml"
+    toml.write_text(f'[sources.{name}]\nkind = "files"\npaths = ["{folder}/{name}.jsonl"]\n{settings}')
     return str(toml)
 
 

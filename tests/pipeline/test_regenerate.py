@@ -1,10 +1,9 @@
 """Answers that a killed run had kept are kept, and the rest comes out as if nothing had happened."""
 
-import json
 import os
 
 import pytest
-from ray_kit import configured
+from ray_kit import configured, write_corpus
 
 from pipeline import regenerate as module
 from pipeline.corpus import read_corpus
@@ -24,13 +23,7 @@ def chats(folder, rows=40):
         {"messages": [{"role": r, "content": f"{r} {i} {'so ' * (i % 5)}"} for r in ("user", "assistant") * 2]}
         for i in range(rows)
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(d) + "\n" for d in data))
-    toml = folder / "chats.toml"
-    toml.write_text(
-        f'[sources.chats]\nkind = "files"\npaths = ["{folder}/chats.jsonl"]\n'
-        "[regenerate]\nmax_new_tokens = 6\nbatch_size = 8\n"
-    )
-    return str(toml)
+    return write_corpus(folder, "chats", data, "[regenerate]\nmax_new_tokens = 6\nbatch_size = 8\n")
 
 
 @pytest.fixture
