@@ -52,8 +52,8 @@ def cluster(bucket):
 
 def test_two_nodes_share_the_shards_of_a_store_on_s3(cluster, bucket, tmp_path, tiny):
     corpus = corpus_file(tmp_path, rows=80)
-    put(f"{bucket}/corpora/rows.jsonl", (tmp_path / "rows.jsonl").read_bytes())
-    overrides = ['sources.rows.paths=["s3://bucket/corpora/rows.jsonl"]', "store_root=s3://bucket/store"]
+    put(f"{bucket}/corpora/kept.jsonl", (tmp_path / "kept.jsonl").read_bytes())
+    overrides = ['sources.kept.paths=["s3://bucket/corpora/kept.jsonl"]', "store_root=s3://bucket/store"]
     overrides += [f"ray.address={cluster}", "ray.actors=2", "ray.cpus_per_actor=1"]
     cfg = configured(tmp_path, corpus, *overrides)
     result = build_features(cfg)
