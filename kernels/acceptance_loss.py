@@ -95,6 +95,7 @@ class AcceptanceLoss(NamedTuple):
     """at temperature 1; 0 where unsupervised"""
     correct_AK: Tensor
     run_A: Tensor
+    mask_AK: Tensor
     value_A: Tensor
     """E[f(N)] at the draft temperature (the group's mean where it draws); f(0) where nothing is supervised"""
     kl: Tensor
@@ -140,7 +141,7 @@ def acceptance_loss(
         chunk_blocks_for(hidden_AKD, head_VD, chunk_rows),
     )  # fmt: skip
     logprob, correct, value, kl = rest
-    return AcceptanceLoss(numerator, logprob, correct, leading_run(correct, mask_AK), value, kl)
+    return AcceptanceLoss(numerator, logprob, correct, leading_run(correct, mask_AK), mask_AK, value, kl)
 
 
 class _Op(torch.autograd.Function):

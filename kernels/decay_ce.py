@@ -38,6 +38,8 @@ class BlockLoss(NamedTuple):
     """bool, argmax (lowest id among equals) is the label; False where unsupervised"""
     run_A: Tensor
     """int64, leading correct supervised slots of each block: tau-hat = 1 + mean over blocks with a supervised slot 1"""
+    mask_AK: Tensor
+    """the supervised slots that all of this is of"""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def weighted_cross_entropy(
         hidden_AKD, head_VD, labels_AK, mask_AK, weighting, teacher, chunk_blocks_for(hidden_AKD, head_VD, chunk_rows),
         hidden_AKD.is_cuda if triton is None else triton,
     )  # fmt: skip
-    return BlockLoss(numerator, denominator, logprob, correct, leading_run(correct, mask_AK))
+    return BlockLoss(numerator, denominator, logprob, correct, leading_run(correct, mask_AK), mask_AK)
 
 
 def chunk_blocks_for(hidden_AKD: Tensor, head_VD: Tensor, chunk_rows: int | None) -> int:

@@ -1,25 +1,20 @@
-"""Blocks moved on to where decoding goes from them: visited starts for a fraction of a step, and never stale.
+"""Blocks that begin where decoding goes on from other blocks of the step: visited starts, free and never stale.
 
-From a drawn anchor p the current drafter's block is verified against the text: N drafts stand, N + 1 tokens are
-emitted, and the next block begins at p + N + 1, on the token that ended this one. So one pass without gradient over
-some drawn blocks turns them into starts that decoding visits: hard places, since runs end there. It is the first step,
-from uniform places, of the chain whose stationary law replay samples by walking whole documents (`trainer.visits`); the
-end of a long run is likelier here by its length.
+A step trains its leading blocks first, at their drawn anchors p. Their forward pass also says how many of their drafts
+stand: N, so decoding would emit N + 1 tokens and begin its next block at p + N + 1, on the token that ended this one. A
+following block is put there, in place of one drawn elsewhere, and trained in the same step. Such starts are hard ones,
+since runs end there. This is the first step, from uniform places, of the chain whose stationary law replay samples by
+walking whole documents (`trainer.visits`); the end of a long run is likelier here by its length.
 
-Legend: A blocks, K block size, X = K + lookahead, a the picked blocks.
+Legend: A blocks, K block size, X = K + lookahead, a some blocks of the batch.
 """
 
 import dataclasses
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from features.stream import AnchorBatch
-from features.target import FrozenHead
-from kernels import weighting
-from kernels.decay_ce import weighted_cross_entropy
-from trainer.drafter.config import DrafterConfig
-from trainer.objective import forward
 
 BLOCK_FIELDS = (
     "context_start_A", "context_end_A", "anchor_position_A", "anchor_document_A", "anchor_valid_A",
@@ -32,31 +27,36 @@ def blocks_of(batch: AnchorBatch, picked_a: Tensor) -> AnchorBatch:
     return dataclasses.replace(batch, **{n: getattr(batch, n)[picked_a] for n in BLOCK_FIELDS})
 
 
-def evenly(valid_A: Tensor, share: float) -> Tensor:
-    """Indices of `share` of the valid blocks, evenly spaced: every second one for 0.5."""
+def leaders_and_followers(valid_A: Tensor, share: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Which blocks keep their places, and which are to follow which of those.
+
+    Args:
+        share: of the valid blocks that follow, at most 1/2: no block is followed by two.
+    Returns:
+        int64 indices: `kept` (ascending; every invalid block among them), `led` and `following`, of equal length.
+        Pairs of neighbours are spread evenly over the blocks; in every second one the later block is the follower, in
+        the others the earlier one, since the anchors of a document are in order and its last ones are to lead as well.
+    """
     at = torch.nonzero(valid_A).flatten()
     n = torch.arange(len(at), device=at.device, dtype=torch.float64)
-    return at[torch.floor((n + 1) * share) > torch.floor(n * share)]
+    later = torch.nonzero(torch.floor((n + 1) * share) > torch.floor(n * share)).flatten()
+    later = later[later > 0]
+    swapped = torch.arange(len(later), device=at.device) % 2
+    led, following = at[later - 1 + swapped], at[later - swapped]
+    kept_A = torch.ones_like(valid_A).index_fill(0, following, False)
+    return torch.nonzero(kept_A).flatten(), led, following
 
 
-@torch.no_grad()
-def runs(model: nn.Module, cfg: DrafterConfig, batch: AnchorBatch, head: FrozenHead, chunk_rows: int | None) -> Tensor:
-    """Drafts [A] that stand, of every block of the batch."""
-    hidden_AKD = forward(getattr(model, "module", model), cfg, batch, head)
-    return weighted_cross_entropy(
-        hidden_AKD, head.head_VD, batch.labels_AK, batch.supervised_AK, weighting.uniform(), chunk_rows=chunk_rows
-    ).run_A
+def follow(batch: AnchorBatch, led_a: Tensor, following_a: Tensor, run_a: Tensor) -> tuple[AnchorBatch, Tensor]:
+    """The following blocks, each where decoding goes on from the block it follows, and which are there (bool [a]).
 
-
-def moved(batch: AnchorBatch, picked_a: Tensor, run_a: Tensor) -> tuple[AnchorBatch, Tensor]:
-    """Blocks `picked_a` begin `run_a + 1` tokens further, and which did (bool [A]).
-
-    A block stays where the next start is no legal anchor (its token and the one behind it are supervised) or lies
-    behind the batch's context. So the number of supervised blocks, which the loss is divided by, does not change.
+    A block stays where it was drawn if the next start is no legal anchor (its token and the one behind it are
+    supervised) or lies behind the batch's context. So the number of supervised blocks, which the loss is divided by,
+    does not change.
 
     Args:
         batch: with a lookahead of at least K.
-        run_a: leading drafts that stand, 0 .. K-1.
+        run_a: leading drafts of the blocks `led_a` that stand, 0 .. K-1.
     Raises:
         ValueError: no lookahead, or less than K.
     """
@@ -64,26 +64,24 @@ def moved(batch: AnchorBatch, picked_a: Tensor, run_a: Tensor) -> tuple[AnchorBa
     if batch.ahead_labels_AX is None or batch.ahead_labels_AX.shape[1] < 2 * K:
         raise ValueError(f"the batch has no {K} tokens behind its blocks; set StreamConfig.lookahead to the block size")
     step_a = run_a + 1
-    mask_aX = batch.ahead_loss_mask_AX[picked_a]
-    legal = mask_aX.gather(1, step_a[:, None])[:, 0] & mask_aX.gather(1, step_a[:, None] + 1)[:, 0]
-    legal &= batch.context_end_A[picked_a] + step_a <= batch.context_limit_A[picked_a]
-    picked_a, step_a = picked_a[legal], step_a[legal]
+    mask_aX = batch.ahead_loss_mask_AX[led_a]
+    goes_a = mask_aX.gather(1, step_a[:, None])[:, 0] & mask_aX.gather(1, step_a[:, None] + 1)[:, 0]
+    goes_a &= batch.context_end_A[led_a] + step_a <= batch.context_limit_A[led_a]
     window_aK = step_a[:, None] + torch.arange(K, device=step_a.device)
-    supervised_aK = batch.ahead_loss_mask_AX[picked_a].gather(1, window_aK)
+    supervised_aK = mask_aX.gather(1, window_aK)
     supervised_aK[:, 0] = False
-
-    def put(name: str, values: Tensor) -> Tensor:
-        return getattr(batch, name).index_copy(0, picked_a, values)
-
-    new = dataclasses.replace(
-        batch,
-        labels_AK=put("labels_AK", batch.ahead_labels_AX[picked_a].gather(1, window_aK)),
-        supervised_AK=put("supervised_AK", supervised_aK),
-        target_logprob_AK=put("target_logprob_AK", batch.ahead_logprob_AX[picked_a].gather(1, window_aK)),
-        context_end_A=put("context_end_A", batch.context_end_A[picked_a] + step_a),
-        anchor_position_A=put("anchor_position_A", batch.anchor_position_A[picked_a] + step_a),
-        topk_ids_AKk=None,  # of the old places
-        topk_logprobs_AKk=None,
-    )
-    moved_A = torch.zeros_like(batch.anchor_valid_A).index_fill(0, picked_a, True)
-    return new, moved_A
+    there = {
+        "context_start_A": batch.context_start_A[led_a],
+        "context_end_A": batch.context_end_A[led_a] + step_a,
+        "anchor_position_A": batch.anchor_position_A[led_a] + step_a,
+        "anchor_document_A": batch.anchor_document_A[led_a],
+        "labels_AK": batch.ahead_labels_AX[led_a].gather(1, window_aK),
+        "supervised_AK": supervised_aK,
+        "target_logprob_AK": batch.ahead_logprob_AX[led_a].gather(1, window_aK),
+    }
+    drawn = blocks_of(batch, following_a)
+    put = {
+        name: torch.where(goes_a if value.ndim == 1 else goes_a[:, None], value, getattr(drawn, name))
+        for name, value in there.items()
+    }
+    return dataclasses.replace(drawn, **put, topk_ids_AKk=None, topk_logprobs_AKk=None), goes_a

@@ -184,7 +184,7 @@ def fit(
                 # DeepSpeed averages over micro-batches and ranks; the loss is a sum over both
                 engine.backward(terms.numerator * (accumulation * world.size / denominator))
                 engine.step()
-                meter.add(terms, batch)
+                meter.add(terms)
                 numerator += float(terms.numerator.detach()) / denominator
                 tokens += int((batch.document_S >= 0).sum())
                 documents += batch.documents

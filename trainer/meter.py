@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from features.stream import AnchorBatch
+from kernels.acceptance_loss import AcceptanceLoss
 from kernels.decay_ce import BlockLoss
 from trainer.engine import World
 
@@ -36,8 +36,8 @@ class Meter:
         # rows: supervised slots, correct ones, Σ −log q; then blocks and Σ run in a row of their own
         self.sums = torch.zeros(4, self.block_size, dtype=torch.float64)
 
-    def add(self, terms: BlockLoss, batch: AnchorBatch) -> None:
-        mask = batch.supervised_AK
+    def add(self, terms: BlockLoss | AcceptanceLoss) -> None:
+        mask = terms.mask_AK
         self.sums[0] += mask.sum(0).cpu()
         self.sums[1] += (terms.correct_AK & mask).sum(0).cpu()
         self.sums[2] -= (terms.label_logprob_AK * mask).double().sum(0).cpu()

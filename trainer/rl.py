@@ -24,7 +24,7 @@ from kernels.acceptance_loss import Acceptance, AcceptanceLoss, Drafted, Referen
 from trainer.drafter.checkpoint import load_drafter
 from trainer.drafter.model import Drafter
 from trainer.engine import World
-from trainer.follow import blocks_of, evenly, moved, runs
+from trainer.follow import blocks_of, follow, leaders_and_followers
 from trainer.loop import Parts, Stage, fit, run_stage
 from trainer.objective import Objective, forward
 from trainer.rl_config import RlConfig, RlSection
@@ -89,12 +89,24 @@ class RlObjective:
 
     def __call__(self, model: nn.Module, batch: AnchorBatch, head: FrozenHead) -> AcceptanceLoss:
         """One micro-batch; `numerator` is to be divided by `denominator(batch)`."""
+        self.generator.manual_seed(self._key(batch))
+        if batch.ahead_labels_AX is None:
+            out = self._terms(model, batch, head)
+            self._count(out, batch, torch.zeros_like(batch.anchor_valid_A))
+            return out
+        kept_a, led_a, following_a = leaders_and_followers(batch.anchor_valid_A, self.rl.follow_share)
+        kept = blocks_of(batch, kept_a)
+        first = self._terms(model, kept, head)
+        self._count(first, kept, torch.zeros_like(kept.anchor_valid_A))
+        run_A = torch.zeros_like(batch.anchor_position_A).index_copy(0, kept_a, first.run_A)
+        followers, there_a = follow(batch, led_a, following_a, run_A[led_a])
+        second = self._terms(model, followers, head)
+        self._count(second, followers, there_a)
+        return joined(first, kept_a, second, following_a)
+
+    def _terms(self, model: nn.Module, batch: AnchorBatch, head: FrozenHead) -> AcceptanceLoss:
+        """The loss of these blocks."""
         rl = self.rl
-        followed_A = torch.zeros_like(batch.anchor_valid_A)
-        if batch.ahead_labels_AX is not None:
-            picked_a = evenly(batch.anchor_valid_A, rl.follow_share)
-            run_a = runs(model, self.drafter, blocks_of(batch, picked_a), head, self.cfg.loss.chunk_rows)
-            batch, followed_A = moved(batch, picked_a, run_a)
         hidden_AKD = forward(model, self.drafter, batch, head)
         floor_K = None
         if rl.floor:  # its own mean over slots, times the blocks that everything is divided by
@@ -103,8 +115,6 @@ class RlObjective:
         group = None
         if rl.estimator == "group":
             group = acceptance.Group(rl.group.size, rl.group.baseline, rl.group.clip)
-            key = (self.cfg.train.seed * 1_000_003 + batch.step) * 65_537 + batch.micro * 257 + self.rank
-            self.generator.manual_seed(key % 2**63)
         rollout = None
         if self.snapshot is not None:
             with torch.no_grad():
@@ -119,13 +129,15 @@ class RlObjective:
             generator=self.generator,
             rollout_AKD=rollout,
         )
-        out = acceptance_loss(
+        return acceptance_loss(
             hidden_AKD, head.head_VD, batch.labels_AK, batch.supervised_AK, goal,
             floor_K=floor_K, reference=self._reference(batch, head), drafted=self.drafted(batch),
             chunk_rows=self.cfg.loss.chunk_rows,
         )  # fmt: skip
-        self._count(out, batch, followed_A)
-        return out
+
+    def _key(self, batch: AnchorBatch) -> int:
+        """Of a micro-batch's draws."""
+        return ((self.cfg.train.seed * 1_000_003 + batch.step) * 65_537 + batch.micro * 257 + self.rank) % 2**63
 
     def drafted(self, batch: AnchorBatch) -> Drafted | None:
         """What the target said of drafts: nothing in a store (`trainer.onpolicy` has it)."""
@@ -176,6 +188,18 @@ class RlObjective:
         if others:
             out["tau_hat_uniform"] = 1 + run_others / others
         return out
+
+
+def joined(first: AcceptanceLoss, at_a: Tensor, second: AcceptanceLoss, at_b: Tensor) -> AcceptanceLoss:
+    """The terms of a batch from those of its blocks `at_a` and `at_b`."""
+
+    def whole(x: Tensor, y: Tensor) -> Tensor:
+        if x.ndim == 0:
+            return x + y
+        out = x.new_zeros(len(at_a) + len(at_b), *x.shape[1:])
+        return out.index_copy(0, at_a, x).index_copy(0, at_b, y)
+
+    return AcceptanceLoss(*map(whole, first, second))
 
 
 def reward_gains(rl: RlSection, K: int) -> Tensor:

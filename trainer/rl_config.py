@@ -60,9 +60,9 @@ class RlSection(Config):
     """steps between two replays that find them"""
     visited_documents: int = Field(default=150, ge=1)
     """documents per replay, of those that the next steps read the ones whose visits are oldest"""
-    follow_share: float = Field(default=0.0, ge=0, le=1)
-    """share of the blocks that begin where decoding would go on from their drawn anchor, found by a pass without
-    gradient in every step: visited starts that need no replay, for about a third of the blocks' cost"""
+    follow_share: float = Field(default=0.0, ge=0, le=0.5)
+    """share of the blocks that begin where decoding would go on from another block of the step, which is trained before
+    them: visited starts that need no replay, for a second pass over the context"""
     group: GroupConfig = GroupConfig()
     patience: int = Field(default=0, ge=0)
     """held-out replays without a better argmax τ after which the stage ends; 0: never"""

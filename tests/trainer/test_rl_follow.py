@@ -3,6 +3,7 @@
 Legend: A blocks, K block size.
 """
 
+import dataclasses
 import itertools
 import json
 
@@ -14,11 +15,15 @@ from eval.replay import matches
 from features.reader import FeatureStore
 from features.stream import AnchorStream, StreamConfig
 from infra.errors import ConfigError
+from kernels import weighting
+from kernels.decay_ce import weighted_cross_entropy
 from trainer.drafter.checkpoint import load_drafter
-from trainer.follow import blocks_of, evenly, moved, runs
+from trainer.follow import BLOCK_FIELDS, follow, leaders_and_followers
 from trainer.heldout import store_text
+from trainer.loop import Parts
+from trainer.objective import forward
 from trainer.onpolicy.config import OnPolicyConfig
-from trainer.rl import train
+from trainer.rl import RlObjective, train
 from trainer.rl_config import RlConfig
 
 K = 6
@@ -34,38 +39,76 @@ def test_blocks_go_where_decoding_goes(tiny, start, tiny_store, shape):  # noqa:
     store, drafter, head = FeatureStore.open(tiny_store), load_drafter(start).eval(), tiny.frozen_head()
     row_of = {d: i for i, d in enumerate(store.documents["document"].to_pylist())}
     went = stayed = 0
-    for batch in batches(store, 6, shape=shape, lookahead=K):
-        picked = evenly(batch.anchor_valid_A, 0.5)
-        run = runs(drafter, drafter.config, blocks_of(batch, picked), head, None)
-        new, moved_A = moved(batch, picked, run)
-        assert not moved_A[torch.isin(torch.arange(len(moved_A)), picked, invert=True)].any()
-        for a in torch.nonzero(batch.anchor_valid_A).flatten().tolist():
-            d, p = int(batch.anchor_document_A[a]), int(batch.anchor_position_A[a])
+    for batch in batches(store, 24, shape=shape, lookahead=K):
+        kept, led, following = leaders_and_followers(batch.anchor_valid_A, 0.5)
+        assert sorted([*kept.tolist(), *following.tolist()]) == list(range(len(batch.anchor_valid_A)))
+        new, there = follow(batch, led, following, run_of(drafter, batch, head)[led])
+        assert int(new.supervised_AK.any(1).sum()) == len(following)  # the denominator holds
+        for i, (lead, own) in enumerate(zip(led.tolist(), following.tolist(), strict=True)):
+            a = lead if there[i] else own
+            d, p, q = int(batch.anchor_document_A[a]), int(batch.anchor_position_A[a]), int(new.anchor_position_A[i])
             row = row_of[batch.documents[d]]
             tokens, mask = store.read_array("token_ids", row), store.read_array("loss_mask", row)
-            q = int(new.anchor_position_A[a])
-            if moved_A[a]:
+            if there[i]:
                 stands = matches(drafter, head, store_text(store, row))
                 assert q == p + 1 + int(stands[p])
                 went += 1
             else:
                 assert q == p
-                stayed += a in picked.tolist()
-            assert mask[q] and mask[q + 1]
+                stayed += 1
+            assert mask[q] and mask[q + 1] and int(new.anchor_document_A[i]) == d
             n = min(K, len(tokens) - q)
-            assert new.labels_AK[a, :n].tolist() == tokens[q : q + n].tolist()
-            assert new.supervised_AK[a].tolist() == [False, *map(bool, mask[q + 1 : q + n]), *[False] * (K - n)]
-            assert int(new.context_end_A[a] - new.context_start_A[a]) == q
-            here = slice(int(new.context_start_A[a]), int(new.context_end_A[a]))
+            assert new.labels_AK[i, :n].tolist() == tokens[q : q + n].tolist()
+            assert new.supervised_AK[i].tolist() == [False, *map(bool, mask[q + 1 : q + n]), *[False] * (K - n)]
+            here = slice(int(new.context_start_A[i]), int(new.context_end_A[i]))
             assert torch.equal(new.hidden_SLD[here], store.read(row, 0, q).hidden_SLD)
-        assert int(new.supervised_AK.any(1).sum()) == int(batch.supervised_AK.any(1).sum())  # the denominator holds
     assert went > 20 and stayed > 0
+
+
+def run_of(drafter, batch, head):
+    with torch.no_grad():
+        hidden = forward(drafter, drafter.config, batch, head)
+    return weighted_cross_entropy(hidden, head.head_VD, batch.labels_AK, batch.supervised_AK, weighting.uniform()).run_A
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_every_block_leads_at_most_one(share):
+    valid = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.8
+    kept, led, following = leaders_and_followers(valid, share)
+    assert abs(len(following) - share * int(valid.sum())) <= 1 and valid[following].all() and valid[led].all()
+    assert len(set(led.tolist())) == len(led) and set(led.tolist()) <= set(kept.tolist())
+
+
+def test_the_loss_is_that_of_the_blocks_at_their_places(tiny, start, tiny_store, world):  # noqa: F811
+    """One pass over all blocks, put where two passes had them, has the same loss, gradient and counts."""
+    store, drafter, head = FeatureStore.open(tiny_store), load_drafter(start), tiny.frozen_head()
+    cfg = config(RlConfig, start, tiny_store, rl={"visited_share": 0.0, "follow_share": 0.5}, name="two-passes")
+    objective = RlObjective(cfg, Parts(None, store, head, drafter, world), None, None, None)
+    objective.begin(0, 10)
+    (batch,) = batches(store, 1, lookahead=K)
+    _, led, following = leaders_and_followers(batch.anchor_valid_A, 0.5)
+    new, _ = follow(batch, led, following, run_of(drafter, batch, head)[led])
+    put = {n: getattr(batch, n).index_copy(0, following, getattr(new, n)) for n in BLOCK_FIELDS}
+    placed = dataclasses.replace(batch, **put, ahead_labels_AX=None)
+    results = []
+    for b in (batch, placed):
+        drafter.zero_grad()
+        out = objective(drafter, b, head)
+        out.numerator.backward()
+        results.append((out, [p.grad.clone() for p in drafter.parameters()]))
+    (two, grads), (one, expected) = results
+    for name in ("numerator", "label_logprob_AK", "value_A"):
+        torch.testing.assert_close(getattr(two, name), getattr(one, name))
+    for name in ("correct_AK", "run_A", "mask_AK"):
+        assert torch.equal(getattr(two, name), getattr(one, name))
+    for g, e in zip(grads, expected, strict=True):
+        torch.testing.assert_close(g, e, atol=1e-5, rtol=1e-3)
 
 
 def test_without_a_lookahead_it_is_refused(tiny_store):
     (batch,) = batches(FeatureStore.open(tiny_store), 1)
     with pytest.raises(ValueError, match=r"set StreamConfig\.lookahead"):
-        moved(batch, torch.tensor([0]), torch.tensor([0]))
+        follow(batch, torch.tensor([0]), torch.tensor([1]), torch.tensor([0]))
 
 
 def test_a_lookahead_changes_nothing_else(tiny_store):
