@@ -25,11 +25,13 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import safetensors
 import safetensors.torch
 import torch
 import zarr
 
+from features.commits import commit_path
 from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
 from features.reader import FeatureStore
 from features.spec import FeatureSpec
@@ -176,14 +178,17 @@ def bench_io(folder: Path, D: int, tokens: int, rounds: int) -> list[dict[str, A
 
 
 def bench_write(folder: Path, writer: StoreWriter, filler: Filler, D: int, rounds: int) -> dict[str, Any]:
-    """`write_shard` (checks, checksums, commit) against np.tofile of the same bytes; neither waits for the disk."""
-    content = filler.shard(writer, 0)
+    """`write_shard` of the fullest shard (checks, checksums, commit) against np.tofile of the same bytes; neither waits
+    for the disk."""
+    tokens = [pa.compute.sum(writer.shard_plan(s)["length"]).as_py() for s in range(writer.num_shards)]
+    full = int(np.argmax(tokens))
+    content = filler.shard(writer, full)
     flat_SLD = torch.cat([d.hidden_SLD for d in content])
     parts = flat_SLD.split([len(d.hidden_SLD) for d in content])
     content = [dataclasses.replace(d, hidden_SLD=part) for d, part in zip(content, parts, strict=True)]
     flat, seconds = flat_SLD.view(torch.int16).numpy(), {"ours": [], "tofile": []}
     for _ in range(rounds):
-        for path in [f"commits/{0:08d}.json", *(a.key(0) for a in writer.layouts.values()), "manifest.json"]:
+        for path in [commit_path(full), *(a.key(full) for a in writer.layouts.values()), "manifest.json"]:
             writer.files.remove(path)
         (folder / "tofile").unlink(missing_ok=True)
         began = time.perf_counter()
@@ -191,7 +196,7 @@ def bench_write(folder: Path, writer: StoreWriter, filler: Filler, D: int, round
         seconds["tofile"].append(time.perf_counter() - began)
         (folder / "tofile").unlink()
         began = time.perf_counter()
-        writer.write_shard(0, content)
+        writer.write_shard(full, content)
         seconds["ours"].append(time.perf_counter() - began)
     rate = {name: flat.nbytes / 1e9 / min(times) for name, times in seconds.items()}
     return row(

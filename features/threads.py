@@ -1,13 +1,12 @@
 """Work of one call shared with a few helping threads, and the checksum that lets them run at once."""
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
-import google_crc32c
 import numpy as np
+from crc32c import crc32c as _crc32c
 
 MAX_HELPERS = 3
 """one core copies 5-6 GB/s out of the page cache; four saturate most memories"""
@@ -48,28 +47,10 @@ class Helpers:
                 raise error
 
 
-def _library() -> Callable[[int, int, int], int] | None:
-    """`crc32c_extend(crc, address, bytes)` of the C library inside google-crc32c's wheel.
-
-    Called directly it does not hold Python's lock, as the package's own wrapper does all the while: threads that
-    check or write (19 GB/s from the cache) would wait for each other.
-    """
-    try:
-        from google_crc32c import _crc32c
-
-        extend = ctypes.CDLL(_crc32c.__file__).crc32c_extend
-    except (ImportError, OSError, AttributeError):
-        return None
-    extend.argtypes, extend.restype = [ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_uint32
-    return extend
-
-
-_extend = _library()
-
-
 def crc32c(data: np.ndarray | bytes) -> int:
-    """Checksum of a contiguous array or of bytes, as Zarr's codec has it."""
-    if _extend is None or isinstance(data, bytes):
-        return google_crc32c.value(data)
-    assert data.flags.c_contiguous
-    return _extend(0, data.ctypes.data, data.nbytes)
+    """Checksum of a contiguous array or of bytes, as Zarr's codec has it.
+
+    The package's C code takes 14 GB/s from memory on one core and leaves Python's lock alone from 32 kB on, so threads
+    that check or write do not wait for each other.
+    """
+    return _crc32c(data if isinstance(data, bytes) else memoryview(data.reshape(-1).view(np.uint8)))
