@@ -158,9 +158,13 @@ class _Op(torch.autograd.Function):
         value_A = gains_K[0].repeat(A)
         numerator, kl = torch.zeros((), device=device, dtype=wide), torch.zeros((), device=device, dtype=wide)
         blocks = torch.nonzero(mask_AK.any(1)).flatten()
+        scratch = _Scratch()
         for first in range(0, blocks.numel(), chunk_blocks):
             chunk_a = blocks[first : first + chunk_blocks]
-            c = _Chunk(chunk_a, hidden_AKD, head, labels_AK, mask_AK, goal.temperature)
+            c = _Chunk(
+                chunk_a, hidden_AKD, head, labels_AK, mask_AK, goal.temperature, scratch,
+                keep_logits=reference is not None or drafted is not None,
+            )  # fmt: skip
             logprob_AK.view(-1)[c.rows_R] = c.logprob_R
             correct_AK.view(-1)[c.rows_R] = c.hit_R
             c.reward(goal, gains_K, reference)
@@ -185,10 +189,26 @@ class _Op(torch.autograd.Function):
         return (grad * grad_numerator.to(grad.dtype), *[None] * 8)
 
 
+class _Scratch:
+    """Memory for what a chunk makes of size [R, V], used again by the next chunk: fresh pages of 64 MB, which the
+    C allocator gives back each time, cost as much as the softmax that fills them."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def empty(self, name: str, rows: int, like_VD: Tensor, dtype: torch.dtype) -> Tensor:
+        held = self.held.get(name)
+        if held is None or len(held) < rows:
+            held = self.held[name] = torch.empty(rows, like_VD.shape[0], device=like_VD.device, dtype=dtype)
+        return held[:rows]
+
+
 class _Chunk:
     """Supervised slots of whole blocks: their logits, what is asked of them, and the gradient that answers."""
 
-    def __init__(self, chunk_a, hidden_AKD, head_VD, labels_AK, mask_AK, temperature: float):
+    def __init__(
+        self, chunk_a, hidden_AKD, head_VD, labels_AK, mask_AK, temperature: float, scratch: _Scratch, keep_logits: bool
+    ):
         K = mask_AK.shape[1]
         self.chunk_a, self.head_VD, self.temperature = chunk_a, head_VD, temperature
         self.mask_aK = mask_AK[chunk_a]
@@ -196,30 +216,38 @@ class _Chunk:
         self.rows_R = (chunk_a[:, None] * K + torch.arange(K, device=mask_AK.device))[self.mask_aK]
         self.labels_R = labels_AK.reshape(-1)[self.rows_R]
         self.wide = torch.promote_types(hidden_AKD.dtype, torch.float32)
-        self.logits_RV = self._logits(hidden_AKD)
+        R = len(self.rows_R)
+        self.logits_RV = self._logits(hidden_AKD, scratch.empty("logits", R, head_VD, head_VD.dtype))
         label_logit, top, self.hit_R = label_hits(self.logits_RV, self.labels_R)
         self.label_logit, self.top = label_logit.to(self.wide), top.to(self.wide)
-        self.q_RV, self.logprob_R, self.lse_R = self._softmax(self.logits_RV, 1.0, self.label_logit, self.top)
-        self.drawn_RV, self.drawn_logprob_R = self.q_RV, self.logprob_R
         if temperature != 1:
-            self.drawn_RV, self.drawn_logprob_R, _ = self._softmax(
-                self.logits_RV, temperature, self.label_logit, self.top
-            )
+            out = scratch.empty("drawn", R, head_VD, self.wide)
+            drawn = self._softmax(self.logits_RV, temperature, self.label_logit, self.top, out)
+        out = self.logits_RV
+        if keep_logits or out.dtype != self.wide:
+            out = scratch.empty("q", R, head_VD, self.wide)
+        self.q_RV, self.logprob_R, self.lse_R = self._softmax(self.logits_RV, 1.0, self.label_logit, self.top, out)
+        self.drawn_RV, self.drawn_logprob_R = (self.q_RV, self.logprob_R) if temperature == 1 else drawn[:2]
         self.extra_RV: Tensor | None = None  # of grad_logits, from terms without a closed shape
         self.floor_R: Tensor | None = None
 
-    def _logits(self, hidden_AKD: Tensor) -> Tensor:
+    def _logits(self, hidden_AKD: Tensor, out: Tensor | None = None) -> Tensor:
         rows = hidden_AKD.reshape(-1, hidden_AKD.shape[-1])[self.rows_R]
-        return rows.to(self.head_VD.dtype) @ self.head_VD.T
+        return torch.mm(rows.to(self.head_VD.dtype), self.head_VD.T, out=out)
 
-    def _softmax(self, logits, temperature, label_logit, top):
-        """Probabilities, label's log-probability, log-sum-exp of logits / temperature.
-
-        log-sum-exp = max - log(max probability), exact even where the label's probability underflows.
-        """
-        scaled = logits if temperature == 1 else logits / temperature
-        probs = torch.softmax(scaled, 1, dtype=self.wide)
-        lse = top / temperature - probs.amax(1, keepdim=True).log()
+    def _softmax(self, logits, temperature, label_logit, top, out=None):
+        """Probabilities (in `out`, which may be the logits), label's log-probability, log-sum-exp of logits / T."""
+        if temperature != 1:
+            logits = torch.div(logits.to(self.wide), temperature, out=out)
+        if out is not None and logits.dtype == out.dtype:
+            probs = torch.softmax(logits, 1, out=out)
+        else:
+            probs = torch.softmax(logits, 1, dtype=self.wide)
+        p_R = probs.gather(1, self.labels_R[:, None]).flatten()
+        lse = label_logit / temperature - p_R.log()[:, None]
+        # exact even where the label's probability underflows: log-sum-exp = max - log(max probability)
+        rare = torch.nonzero(p_R < 1e-30).flatten()
+        lse[rare] = top[rare] / temperature - probs[rare].amax(1, keepdim=True).log()
         return probs, (label_logit / temperature - lse).flatten(), lse
 
     def spread(self, values_R: Tensor) -> Tensor:

@@ -3,6 +3,9 @@
 Legend: A blocks, K block size, S context tokens, L taps, D hidden size, V vocabulary.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -62,18 +65,29 @@ class Objective:
         )  # fmt: skip
 
 
-def forward(model: nn.Module, cfg: DrafterConfig, batch: AnchorBatch, head: FrozenHead) -> Tensor:
-    """The drafter's output hidden_AKD for all blocks of a batch; `model` is the drafter or an engine around it."""
+def forward(
+    model: nn.Module,
+    cfg: DrafterConfig,
+    batch: AnchorBatch,
+    head: FrozenHead,
+    then: Callable[[Tensor], AnchorBatch] | None = None,
+) -> Any:
+    """The drafter's output hidden_AKD for all blocks of a batch; `model` is the drafter or an engine around it.
+
+    With `then`, a pair: also that of the blocks of the batch which it makes of the first output; the context is shared.
+    """
     drafter = getattr(model, "module", model)
-    tokens = batch.labels_AK[:, 0] if cfg.drafting == "block" else batch.labels_AK
+
+    def blocks(b: AnchorBatch) -> tuple[Tensor, ...]:
+        tokens = b.labels_AK[:, 0] if cfg.drafting == "block" else b.labels_AK
+        inputs = drafter.block_inputs(tokens, head.embedding_VD)
+        return inputs, b.context_start_A, b.context_end_A, b.anchor_position_A, b.anchor_valid_A
+
     context = nn.functional.embedding(batch.token_ids_S, head.embedding_VD) if cfg.needs_context_embeds else None
     return model(
         batch.hidden_SLD,
         batch.positions_S,
-        drafter.block_inputs(tokens, head.embedding_VD),
-        batch.context_start_A,
-        batch.context_end_A,
-        batch.anchor_position_A,
-        batch.anchor_valid_A,
+        *blocks(batch),
         context_embeds_SD=context,
+        then=None if then is None else lambda hidden_AKD: blocks(then(hidden_AKD)),
     )

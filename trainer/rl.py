@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,23 +92,27 @@ class RlObjective:
         """One micro-batch; `numerator` is to be divided by `denominator(batch)`."""
         self.generator.manual_seed(self._key(batch))
         if batch.ahead_labels_AX is None:
-            out = self._terms(model, batch, head)
-            self._count(out, batch, torch.zeros_like(batch.anchor_valid_A))
-            return out
+            return self._terms(forward(model, self.drafter, batch, head), batch, head)
         kept_a, led_a, following_a = leaders_and_followers(batch.anchor_valid_A, self.rl.follow_share)
         kept = blocks_of(batch, kept_a)
-        first = self._terms(model, kept, head)
-        self._count(first, kept, torch.zeros_like(kept.anchor_valid_A))
-        run_A = torch.zeros_like(batch.anchor_position_A).index_copy(0, kept_a, first.run_A)
-        followers, there_a = follow(batch, led_a, following_a, run_A[led_a])
-        second = self._terms(model, followers, head)
-        self._count(second, followers, there_a)
-        return joined(first, kept_a, second, following_a)
+        made: list[Any] = []
 
-    def _terms(self, model: nn.Module, batch: AnchorBatch, head: FrozenHead) -> AcceptanceLoss:
-        """The loss of these blocks."""
+        def then(hidden_AKD: Tensor) -> AnchorBatch:
+            first = self._terms(hidden_AKD, kept, head)
+            run_A = torch.zeros_like(batch.anchor_position_A).index_copy(0, kept_a, first.run_A)
+            followers, there_a = follow(batch, led_a, following_a, run_A[led_a])
+            made.extend((first, followers, there_a))
+            return followers
+
+        _, hidden_AKD = forward(model, self.drafter, kept, head, then)
+        first, followers, there_a = made
+        return joined(first, kept_a, self._terms(hidden_AKD, followers, head, there_a), following_a)
+
+    def _terms(
+        self, hidden_AKD: Tensor, batch: AnchorBatch, head: FrozenHead, followed_A: Tensor | None = None
+    ) -> AcceptanceLoss:
+        """The loss of these blocks, also counted for the log; `followed_A`: those put where decoding goes on."""
         rl = self.rl
-        hidden_AKD = forward(model, self.drafter, batch, head)
         floor_K = None
         if rl.floor:  # its own mean over slots, times the blocks that everything is divided by
             scale = rl.floor * self.denominator(batch) / self.floor.denominator(batch)
@@ -129,11 +134,13 @@ class RlObjective:
             generator=self.generator,
             rollout_AKD=rollout,
         )
-        return acceptance_loss(
+        out = acceptance_loss(
             hidden_AKD, head.head_VD, batch.labels_AK, batch.supervised_AK, goal,
             floor_K=floor_K, reference=self._reference(batch, head), drafted=self.drafted(batch),
             chunk_rows=self.cfg.loss.chunk_rows,
         )  # fmt: skip
+        self._count(out, batch, followed_A)
+        return out
 
     def _key(self, batch: AnchorBatch) -> int:
         """Of a micro-batch's draws."""
@@ -156,10 +163,10 @@ class RlObjective:
         beta = {d: rl.kl * stride * (rl.kl_direction in (d, "both")) for d in ("forward", "reverse")}
         return Reference(hidden_AKD, blocks_A, **beta)
 
-    def _count(self, out: AcceptanceLoss, batch: AnchorBatch, followed_A: Tensor) -> None:
+    def _count(self, out: AcceptanceLoss, batch: AnchorBatch, followed_A: Tensor | None) -> None:
         """Sums for the log: expected reward, divergence, and the leading run at visited and at other anchors."""
         counted_A = batch.supervised_AK.any(1)
-        visited_A = followed_A.clone()
+        visited_A = torch.zeros_like(counted_A) if followed_A is None else followed_A.clone()
         if self.visits is not None:
             for d, document in enumerate(batch.documents):
                 at = torch.nonzero(batch.anchor_document_A == d).flatten()

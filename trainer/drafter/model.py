@@ -11,7 +11,7 @@ Embedding and head are the target's: callers pass them in, they are never parame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -137,7 +137,8 @@ class Drafter(nn.Module):
         anchor_valid_A: Tensor | None = None,
         *,
         context_embeds_SD: Tensor | None = None,
-    ) -> Tensor:
+        then: Callable[[Tensor], tuple[Tensor, ...]] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """All blocks of a packed row of documents at once.
 
         Args:
@@ -148,25 +149,40 @@ class Drafter(nn.Module):
             anchor_position_A: int64, RoPE position of the anchor in its document.
             anchor_valid_A: bool; the attention of invalid blocks is zero and they cause no gradient to the context.
             context_embeds_SD: target embeddings of the context tokens, where `config.needs_context_embeds`.
+            then: makes of the blocks' output the five arguments of further blocks, which share the projected context.
 
         Returns:
             hidden_AKD after the final norm; `hidden_AKD[a, k] @ head_VD.T` are the logits of the token at p + k.
-            Slot 0 is the anchor's and predicts nothing.
+            Slot 0 is the anchor's and predicts nothing. With `then`, also that of the further blocks.
         """
-        ranges = ContextRanges(context_start_A, context_end_A, anchor_valid_A)
-        dtype = self.fc.weight.dtype
         context_SD = self._context(hidden_SLD, context_embeds_SD)
-        x = block_embeds_AKD.to(dtype)
+        cos_S, sin_S = self.rotary(context_SD, positions_S)
+        context = [layer.self_attn.keys_values(context_SD, cos_S, sin_S) for layer in self.layers]
+        blocks = (block_embeds_AKD, context_start_A, context_end_A, anchor_position_A, anchor_valid_A)
+        out = self._blocks(context, hidden_SLD, *blocks)
+        return out if then is None else (out, self._blocks(context, hidden_SLD, *then(out)))
+
+    def _blocks(
+        self,
+        context: Sequence[tuple[Tensor, Tensor]],
+        hidden_SLD: Tensor,
+        block_embeds_AKD: Tensor,
+        context_start_A: Tensor,
+        context_end_A: Tensor,
+        anchor_position_A: Tensor,
+        anchor_valid_A: Tensor | None,
+    ) -> Tensor:
+        """As `forward`; `context`: keys and values per layer."""
+        ranges = ContextRanges(context_start_A, context_end_A, anchor_valid_A)
+        x = block_embeds_AKD.to(self.fc.weight.dtype)
         if self.config.conditioning == "input_fusion":
             last = hidden_SLD[(context_end_A - 1).clamp_min(0)]
             last = last.masked_fill((context_end_A <= context_start_A)[:, None, None], 0.0)
             x = self._fuse(x, last)
-        cos_S, sin_S = self.rotary(context_SD, positions_S)
         slots_K = torch.arange(x.shape[1], device=x.device)
         cos_AK, sin_AK = self.rotary(x, anchor_position_A[:, None] + slots_K)
-        for layer in self.layers:
+        for layer, (k_ctx, v_ctx) in zip(self.layers, context, strict=True):
             attn = layer.self_attn
-            k_ctx, v_ctx = attn.keys_values(context_SD, cos_S, sin_S)
             h = layer.input_layernorm(x)
             q = attn.queries(h, cos_AK, sin_AK)
             k_blk, v_blk = attn.keys_values(h, cos_AK, sin_AK)
