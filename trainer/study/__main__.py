@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from eval.replay import replay
+from eval.session import checkpoint_folder
 from features.reader import FeatureStore
 from features.target import FrozenHead, load_frozen_head, load_target
 from features.target_config import load_target_config
@@ -54,7 +55,10 @@ def run(cfg: StudyConfig) -> dict[str, Any]:
     world = init_world()
     stores = open_stores(cfg, model, folder)
     head = load_frozen_head(target, world.device, None)
-    sft = train_sft(cfg, model, stores["greedy"], world)
+    if cfg.start_from:
+        sft = checkpoint_folder(cfg.start_from)
+    else:
+        sft = train_sft(cfg, model, stores["greedy"], world)
     texts = report_texts(cfg, stores)
     rows = {"start": {"0": measured(folder / "results" / "start.json", sft, texts, head)}}
     for name in cfg.rows:

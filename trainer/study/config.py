@@ -29,6 +29,8 @@ class StudyConfig(Config):
     """training texts that the study makes: a prompt drawn from the target at temperature 1, then its greedy answer"""
     heldout: int = Field(default=320, ge=2)
     """texts kept apart, as many again drawn at temperature 1"""
+    start_from: str = ""
+    """run or checkpoint folder of the drafter that all rows start from; empty: trained by the study"""
     sft_steps: int = Field(default=1500, ge=1)
     steps: int = Field(default=500, ge=1)
     """of every second stage"""

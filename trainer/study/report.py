@@ -66,7 +66,7 @@ def summarise(rows: dict, cfg: StudyConfig, target: str, stores: dict, made: dic
         table[name] = entry
     out = {
         "target": target,
-        "sft_steps": cfg.sft_steps,
+        "start": cfg.start_from or f"{cfg.sft_steps} steps of SFT",
         "steps": cfg.steps,
         "lr_share": cfg.lr_share,
         "texts": {k: int(base[k].shape[1]) for k in kinds},
@@ -179,8 +179,8 @@ def page(result: dict[str, Any], drawn: dict[str, Figure]) -> str:
         f"<figure><img alt='{name}' src='{_inline(f)}' style='max-width:100%'></figure>" for name, f in drawn.items()
     )
     about = (
-        f"Target {result['target']}, {result['supervised_tokens']:,} supervised tokens. One drafter after "
-        f"{result['sft_steps']} steps of SFT; {result['steps']} further steps by each second stage, on the same texts "
+        f"Target {result['target']}, {result['supervised_tokens']:,} supervised tokens. One drafter "
+        f"({result['start']}); {result['steps']} further steps by each second stage, on the same texts "
         f"at {result['lr_share']:g} × the learning rate. τ by replay on {result['texts']['greedy']} held-out texts "
         "that chose no drafter. Step cost: seconds per step, replays for block starts included, over the baseline's."
     )
