@@ -6,9 +6,16 @@ Legend: A blocks, K block size.
 import dataclasses
 import itertools
 import json
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from elastic import assert_close, records
+from ranks import spawn
 from test_rl_stage import SMALL, config, start, world  # noqa: F401 - fixtures
 
 from eval.replay import matches
@@ -131,3 +138,20 @@ def test_the_stage_trains_on_them(in_tmp, start, tiny_store, world):  # noqa: F8
     shares = [r["visited_blocks_share"] for r in logged if "visited_blocks_share" in r]
     assert len(logged) == SMALL["train"]["steps"] and all(0.25 < s <= 0.5 for s in shares)
     assert {"tau_hat_visited", "tau_hat_uniform"} <= logged[-1].keys()
+
+
+def train_followed(ranks, drafter, store, folder, zero):
+    """Work of a rank; documents are micro-batches of their own, so that any number of ranks leads and follows alike."""
+    os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
+    os.chdir(folder)
+    sections = {"data": SMALL["data"] | {"store": store, "documents_per_micro_batch": 1}, "name": f"z{zero}"}
+    sections |= {"engine": {"dtype": "fp32", "zero_stage": zero}, "rl": {"visited_share": 0.0, "follow_share": 0.5}}
+    train(config(RlConfig, drafter, store, **sections), ranks)
+
+
+@pytest.mark.spawn
+def test_ranks_and_zero_change_nothing_but_rounding(tmp_path, start, tiny_store):  # noqa: F811
+    """ZeRO-3 gathers and frees the weights once for two passes over blocks."""
+    for ranks, zero in ((1, 1), (2, 3)):
+        spawn(ranks, train_followed, str(start), tiny_store, str(tmp_path), zero)
+    assert_close(records(tmp_path / "runs" / "z3"), records(tmp_path / "runs" / "z1"))
