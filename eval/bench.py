@@ -5,6 +5,7 @@ taking turns, on the target's greedy answers; the best of the repeats counts.
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -53,6 +54,9 @@ def bench(model: str, drafter_path: str, tokens: int, prompts: int, repeats: int
             drafter, head, [features(target, t) for t in traces], verify_lengths=lengths
         ),
         "live": lambda: decode(target, proposer, ids, settings),
+        "live, every verify length": lambda: [
+            decode(target, proposer, ids, dataclasses.replace(settings, verify_length=b)) for b in lengths
+        ],
         f"live, batch {prompts}": lambda: decode(target, proposer, ids, batched),
     }
     best, last = dict.fromkeys(ways, float("inf")), {}

@@ -37,7 +37,7 @@ from pipeline.run import build_features, feature_spec
 class BenchConfig(Config):
     model: str = "smollm2-135m"
     documents: int = 16
-    """documents of 64 to 512 tokens for prefill; 0 leaves this part out"""
+    """documents of 64 to 512 tokens for prefill, and four times as many of 16 to 128; 0 leaves this part out"""
     prompts: int = 24
     """prompts for regeneration; 0 leaves this part out"""
     new_tokens: int = 48
@@ -55,7 +55,9 @@ def run() -> int:
         cfg = resolve(bench.model, "demo", overrides)
         if bench.documents or bench.prompts:
             target = load_target(cfg.target)
-            rows += prefill_rows(bench, cfg, target) if bench.documents else []
+            longest = min(512, cfg.target.max_length)
+            for count, length in ((bench.documents, longest), (4 * bench.documents, longest // 4)):
+                rows += prefill_rows(bench, cfg, target, count, length) if count else []
             rows += [regeneration_row(bench, cfg, target)] if bench.prompts else []
             del target
         if bench.scale:
@@ -67,8 +69,10 @@ def run() -> int:
     return 0
 
 
-def prefill_rows(bench: BenchConfig, cfg: FeaturesConfig, target: Target) -> list[dict[str, Any]]:
-    table = random_documents(bench.documents, target.vocab_size, min(512, cfg.target.max_length))
+def prefill_rows(
+    bench: BenchConfig, cfg: FeaturesConfig, target: Target, count: int, longest: int
+) -> list[dict[str, Any]]:
+    table = random_documents(count, target.vocab_size, longest)
     plan = make_plan(table, cfg.prefill.shard_tokens)
     spec = feature_spec(cfg, TargetFront(cfg.target), table)
     index = {d: i for i, d in enumerate(table["document"].to_pylist())}
@@ -99,7 +103,7 @@ def prefill_rows(bench: BenchConfig, cfg: FeaturesConfig, target: Target) -> lis
                 target.model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
 
     best = best_rates(bench.repeats, *(lambda work=work: work() or tokens for work in (ours, bare, naive)))
-    what = "prefill, one actor, writing included"
+    what = f"prefill of {longest // 8} to {longest} tokens, one actor, writing included"
     return [
         result(what, "tokens/s", best[0], best[1], "transformers, same batches, nothing written"),
         result(what, "tokens/s", best[0], best[2], "output_hidden_states, batch 1, unsorted"),
@@ -194,7 +198,7 @@ def random_documents(n: int, vocab: int, longest: int) -> pa.Table:
     g = np.random.default_rng(0)
     rows = []
     for _ in range(n):
-        length = int(g.integers(min(64, longest // 2), longest + 1))
+        length = int(g.integers(longest // 8, longest + 1))
         tokens, mask = (
             g.integers(0, vocab, length).astype(np.int32),
             (np.arange(length) >= length // 3).astype(np.uint8),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from eval.metrics import Cycles, by_context_length, conditional_acceptance, tau_pooled
-from eval.replay import Text, answer_spans, matches, walk
+from eval.replay import Text, answer_spans, matches_of, walk
 from features.reader import FeatureStore
 from features.target import FrozenHead
 from trainer.engine import World, whole_parameters
@@ -51,9 +51,11 @@ def replay_heldout(engine, store: FeatureStore, rows: list[int], head: FrozenHea
     with whole_parameters(engine) as drafter:
         K, was_training = drafter.config.block_size, drafter.training
         drafter.eval()
-        for row in rows[world.rank :: world.size]:
-            text = store_text(store, row)
-            mine[row] = (matches(drafter, head, text).astype(np.int8), text.answers)  # K <= 64
+        own = rows[world.rank :: world.size]
+        answers = {row: answer_spans(store.read_array("loss_mask", row)) for row in own}
+        texts = (store_text(store, row) for row in own)
+        for row, found_S in zip(own, matches_of(drafter, head, texts), strict=True):
+            mine[row] = (found_S.astype(np.int8), answers[row])  # K <= 64
         drafter.train(was_training)
     found = {row: part for ranks in world.gather(mine) for row, part in ranks.items()}
     cycles = {b: [walk(found[row][0], found[row][1], b) for row in rows] for b in range(2, K + 1)}

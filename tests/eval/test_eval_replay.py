@@ -9,7 +9,7 @@ import torch
 from eval.decode import DecodeSettings, decode
 from eval.metrics import Cycles
 from eval.proposer import DrafterProposer
-from eval.replay import Text, answer_spans, matches, replay, walk
+from eval.replay import Text, answer_spans, matches, matches_of, replay, walk
 from infra.errors import DataError
 
 PROMPTS = [list(f"{i}. Once upon {i * 37} times".encode()) for i in range(12)]
@@ -77,6 +77,16 @@ def test_chunks_do_not_matter(tiny, drafter, long_texts):
     first, end = text.answers[0]
     assert (whole[:first] == -1).all() and whole[end - 1] == -1 and (whole[first : end - 1] >= 0).all()
     assert (whole[first : end - 1] <= end - 1 - np.arange(first, end - 1)).all()
+
+
+@pytest.mark.parametrize("chunk", [5, 64, 10_000])
+def test_texts_that_share_passes_do_not_see_each_other(tiny, drafter, long_texts, chunk):
+    texts = [as_text(tiny, t) for t in long_texts[:6]]
+    texts.insert(2, dataclasses.replace(texts[0], answers=()))  # nothing to find
+    together = list(matches_of(drafter, tiny.frozen_head(), iter(texts), chunk=chunk))
+    assert len(together) == len(texts)
+    for found, text in zip(together, texts, strict=True):
+        assert (found == matches(drafter, tiny.frozen_head(), text)).all()
 
 
 def test_several_answers_in_one_text(tiny, drafter, long_texts):
