@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from features.target_source import byte_tokenizer
+from infra.progress import Progress
 
 STEPS, BATCH, LENGTH = 1500, 32, 128
 
@@ -63,15 +64,17 @@ def _train(folder: Path) -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=STEPS)
     generator = torch.Generator().manual_seed(0)
     print(f"training a target on {len(text):,} bytes of documentation, {STEPS} steps", file=sys.stderr, flush=True)
-    for _ in range(STEPS):
-        starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=generator)
-        ids = torch.stack([text[s : s + LENGTH] for s in starts.tolist()])
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+    with Progress(STEPS, "target", "steps") as progress:
+        for _ in range(STEPS):
+            starts = torch.randint(len(text) - LENGTH, (BATCH,), generator=generator)
+            ids = torch.stack([text[s : s + LENGTH] for s in starts.tolist()])
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            progress.update(loss=float(loss.detach()))
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
