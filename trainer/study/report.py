@@ -156,6 +156,7 @@ def figures(result: dict[str, Any]) -> dict[str, Figure]:
             ax.plot(r["difference"], i + 0.18 * shift, "o", color=color)
     ax.axvline(0, color="grey", lw=0.8)
     ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(-0.5, max(len(names), 1) - 0.4)
     ax.set_xlabel(f"τ against {BASELINE} at equal steps, 95 % interval over texts and seeds")
     if names:
         ax.legend(frameon=False)
