@@ -93,7 +93,7 @@ def test_status_logs_and_stop_of_an_evaluation(cluster, folder):
     assert "SUCCEEDED" in cluster.control("status", "evaluated").upper(), log[-3000:]
     report = json.loads((folder / "runs" / "e" / "report.json").read_text())
     lossless = report["suites"]["heldout"]["lossless"]
-    assert "written to" in log and lossless["checked"] == lossless["identical"] == 2
+    assert "written to" in log and lossless["checked"] == lossless["identical"] > 2
     submit("stopped", "max_new_tokens=2000", "out=runs/stopped")
     cluster.control("stop", "stopped")
     wait_for(lambda: "STOPPED" in cluster.control("status", "stopped").upper(), 60, "the stop", 1)
