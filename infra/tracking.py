@@ -266,8 +266,16 @@ def _open(run_name: str, stage: str, folder: Path | None, tags: dict[str, Any], 
 
 def _experiment(client: Any) -> str:
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
-    found = client.get_experiment_by_name(name)
-    return found.experiment_id if found else client.create_experiment(name)
+    if (found := client.get_experiment_by_name(name)) is not None:
+        return found.experiment_id
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.create_experiment(name)
+    except MlflowException:  # another run began at the same moment and has made it
+        if (found := client.get_experiment_by_name(name)) is None:
+            raise
+        return found.experiment_id
 
 
 def view_path(client: Any) -> str | None:

@@ -72,3 +72,19 @@ def test_disabled_tracker_takes_everything():
         t.metrics({"a": 1.0}, 3)
         t.params({"a": 1})
         t.figure("x", None)
+
+
+def test_an_experiment_that_another_run_makes_meanwhile_is_joined(in_tmp, monkeypatch):
+    from mlflow import MlflowClient
+
+    from infra.tracking import _experiment
+
+    client = MlflowClient(tracking_uri())
+    made, real, asked = client.create_experiment("flashdraft"), client.get_experiment_by_name, []
+
+    def too_early(name):
+        asked.append(name)
+        return None if len(asked) == 1 else real(name)
+
+    monkeypatch.setattr(client, "get_experiment_by_name", too_early)
+    assert _experiment(client) == made
