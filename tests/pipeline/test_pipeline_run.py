@@ -69,8 +69,8 @@ def test_whatever_is_killed_the_store_is_the_undisturbed_one(ray_local, tmp_path
         process.communicate()
 
     run_until(parts)
-    (answered,) = tmp_path.glob(parts)
-    kept = answered.stat().st_mtime_ns
+    # one of the two tasks; both, where the machine is so busy that the kill comes late
+    answered = {p: p.stat().st_mtime_ns for p in tmp_path.glob(parts)}
     assert not list(tmp_path.glob("data-a/tiny/*/documents.json"))
     run_until(commits)
     time.sleep(0.5)  # the orphaned actor may commit one more before it notices
@@ -91,7 +91,7 @@ def test_whatever_is_killed_the_store_is_the_undisturbed_one(ray_local, tmp_path
     result = build_features(cfg)
     assert killed and result.complete and result.counts["computed_shards"] == shards - len(committed)
     assert {p: p.stat().st_mtime_ns for p in committed} == committed, "a committed shard is computed once"
-    assert answered.stat().st_mtime_ns == kept, "the answers of a finished task are asked for once"
+    assert {p: p.stat().st_mtime_ns for p in answered} == answered, "the answers of a finished task are asked for once"
     assert result.counts["stored_documents"] == result.answers["answers"] == 32 and "32" in text(result)
     assert_equal_stores(result.store_path, expected)
     assert_features_are_the_targets(result.store_path, tiny)
