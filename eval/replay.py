@@ -60,14 +60,14 @@ def answer_spans(loss_mask_S: np.ndarray) -> tuple[tuple[int, int], ...]:
 
 def matches(drafter: Drafter, head: FrozenHead, text: Text, *, chunk: int = CHUNK) -> np.ndarray:
     """N(p) for every anchor of the text's answers: int64 [S], -1 where p is no anchor; see `matches_of`."""
-    return next(matches_of(drafter, head, [text], chunk=chunk))
+    return next(matches_of(drafter, head, [text], chunk=chunk))[1]
 
 
 @torch.no_grad()
 def matches_of(
     drafter: Drafter, head: FrozenHead, texts: Iterable[Text], *, chunk: int = CHUNK
-) -> Iterator[np.ndarray]:
-    """`matches` of each text, in order. Short texts share passes: each of them alone would leave the matrix products
+) -> Iterator[tuple[Text, np.ndarray]]:
+    """Each text with its `matches`, in order. Short texts share passes: each of them alone would leave the matrix products
     small and read the whole head (113 MB for SmolLM2) for a few rows.
 
     Drafts past the end of an answer do not count: N(p) <= end - 1 - p, as in `Cycles`.
@@ -88,7 +88,7 @@ def matches_of(
                 f"{text.name} has {S} tokens but {text.hidden_SLD.shape[0]} rows of features; extract them again"
             )
         ids_S = text.token_ids_S.to(device=device, dtype=torch.long)
-        new = _Found(ids_S, text.hidden_SLD.to(device), np.full(S, -1, np.int64))
+        new = _Found(text, ids_S, text.hidden_SLD.to(device), np.full(S, -1, np.int64))
         waiting.append(new)
         for first, end in text.answers:
             if not 0 < first < end <= S:
@@ -105,17 +105,19 @@ def matches_of(
                     _match(drafter, head, together)
                     together, count = [], 0
         while waiting and (waiting[0] is not new) and not waiting[0].left:
-            yield waiting.popleft().found_S
+            done = waiting.popleft()
+            yield done.text, done.found_S
     if together:
         _match(drafter, head, together)
-    while waiting:
-        yield waiting.popleft().found_S
+    for done in waiting:
+        yield done.text, done.found_S
 
 
 @dataclasses.dataclass(eq=False)
 class _Found:
     """What is known of one text, and in how many passes still to come it takes part."""
 
+    text: Text
     ids_S: Tensor
     hidden_SLD: Tensor
     found_S: np.ndarray
@@ -193,15 +195,8 @@ def replay(
     out: dict[int, list[Cycles]] = {b: [] for b in lengths}
     was_training = drafter.training
     drafter.eval()
-    answers: list[tuple[tuple[int, int], ...]] = []
-
-    def noted() -> Iterator[Text]:
-        for text in texts:
-            answers.append(text.answers)
-            yield text
-
-    for n, found_S in enumerate(matches_of(drafter, head, noted(), chunk=chunk)):
+    for text, found_S in matches_of(drafter, head, texts, chunk=chunk):
         for b in lengths:
-            out[b].append(walk(found_S, answers[n], b))
+            out[b].append(walk(found_S, text.answers, b))
     drafter.train(was_training)
     return out

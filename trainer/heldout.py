@@ -52,10 +52,9 @@ def replay_heldout(engine, store: FeatureStore, rows: list[int], head: FrozenHea
         K, was_training = drafter.config.block_size, drafter.training
         drafter.eval()
         own = rows[world.rank :: world.size]
-        answers = {row: answer_spans(store.read_array("loss_mask", row)) for row in own}
         texts = (store_text(store, row) for row in own)
-        for row, found_S in zip(own, matches_of(drafter, head, texts), strict=True):
-            mine[row] = (found_S.astype(np.int8), answers[row])  # K <= 64
+        for row, (text, found_S) in zip(own, matches_of(drafter, head, texts), strict=True):
+            mine[row] = (found_S.astype(np.int8), text.answers)  # K <= 64
         drafter.train(was_training)
     found = {row: part for ranks in world.gather(mine) for row, part in ranks.items()}
     cycles = {b: [walk(found[row][0], found[row][1], b) for row in rows] for b in range(2, K + 1)}

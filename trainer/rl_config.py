@@ -62,7 +62,7 @@ class RlSection(Config):
     """documents per replay, of those that the next steps read the ones whose visits are oldest"""
     follow_share: float = Field(default=0.0, ge=0, le=0.5)
     """share of the blocks that begin where decoding would go on from another block of the step, which is trained before
-    them: visited starts that need no replay, for a second pass over the context"""
+    them, behind the same context: visited starts that need no replay"""
     group: GroupConfig = GroupConfig()
     patience: int = Field(default=0, ge=0)
     """held-out replays without a better argmax τ after which the stage ends; 0: never"""

@@ -85,7 +85,8 @@ def test_texts_that_share_passes_do_not_see_each_other(tiny, drafter, long_texts
     texts.insert(2, dataclasses.replace(texts[0], answers=()))  # nothing to find
     together = list(matches_of(drafter, tiny.frozen_head(), iter(texts), chunk=chunk))
     assert len(together) == len(texts)
-    for found, text in zip(together, texts, strict=True):
+    for (which, found), text in zip(together, texts, strict=True):
+        assert which is text
         assert (found == matches(drafter, tiny.frozen_head(), text)).all()
 
 
