@@ -67,8 +67,10 @@ def matches(drafter: Drafter, head: FrozenHead, text: Text, *, chunk: int = CHUN
 def matches_of(
     drafter: Drafter, head: FrozenHead, texts: Iterable[Text], *, chunk: int = CHUNK
 ) -> Iterator[tuple[Text, np.ndarray]]:
-    """Each text with its `matches`, in order. Short texts share passes: each of them alone would leave the matrix products
-    small and read the whole head (113 MB for SmolLM2) for a few rows.
+    """Each text with its `matches`, in order.
+
+    Short texts share passes: each of them alone would leave the matrix products small and read the whole head (113 MB
+    for SmolLM2) for a few rows.
 
     Drafts past the end of an answer do not count: N(p) <= end - 1 - p, as in `Cycles`.
 
