@@ -119,7 +119,7 @@ def array_layouts(spec: FeatureSpec) -> dict[str, ArrayLayout]:
     arrays += [
         ArrayLayout("token_ids", "<i4", (), S, S, "what the target read"),
         ArrayLayout("loss_mask", "|u1", (), S, S, "1 where the token is supervised"),
-        ArrayLayout("target_logprob", "<f4", (), S, S, "log p(token_t | tokens before t) under the target, 0 at t = 0"),
+        ArrayLayout("target_logprob", "<f4", (), S, S, "log p(token_t | tokens before t) where supervised"),
     ]
     if k:
         arrays += [

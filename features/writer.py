@@ -39,7 +39,8 @@ MAX_PUT_BYTES = 5 * 2**30  # an object store copies at most 5 GiB in one request
 class DocumentFeatures:
     """What prefill hands over for one planned document.
 
-    `topk_*[t]` describe the target's distribution for token t given the tokens before t, as `target_logprob_S[t]` does.
+    `topk_*[t]` describe the target's distribution for token t given the tokens before t, as `target_logprob_S[t]` does;
+    all are 0 where the loss mask is, and at index 0.
     A document that could not be computed comes with `error` (a sentence) and goes to the rejects.
     """
 
@@ -47,7 +48,7 @@ class DocumentFeatures:
     token_ids_S: np.ndarray | None = None  # int32
     loss_mask_S: np.ndarray | None = None  # uint8
     hidden_SLD: torch.Tensor | None = None  # any float dtype, any device
-    target_logprob_S: np.ndarray | None = None  # float32, 0 at index 0
+    target_logprob_S: np.ndarray | None = None  # float32
     topk_ids_Sk: np.ndarray | None = None  # int32
     topk_logprobs_Sk: np.ndarray | None = None  # float16 or float32
     error: str | None = None

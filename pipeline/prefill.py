@@ -140,24 +140,13 @@ def _batch_features(target: Target, batch: list[Document], top_k: int) -> list[D
     ids_BS, mask_BS = ids_BS.to(target.device), mask_BS.to(target.device)
     # Padding is on the right, so causal attention never sees it: without a mask the fast kernels apply.
     out = target.forward(ids_BS, logits="none", taps=True)
-    features = []
-    for row, d in enumerate(batch):
-        n = len(d.token_ids_S)
-        logprob_S, topk_ids_Sk, topk_logprobs_Sk = compact_teacher(
-            out.last_hidden_BSD[row, :n], target.logits, d.token_ids_S, top_k
-        )
-        features.append(
-            DocumentFeatures(
-                d.document,
-                d.token_ids_S,
-                d.loss_mask_S,
-                out.hidden_BSLD[row, :n],
-                logprob_S,
-                topk_ids_Sk,
-                topk_logprobs_Sk,
-            )
-        )
-    return features
+    teacher = compact_teacher(
+        out.last_hidden_BSD, target.logits, [d.token_ids_S for d in batch], [d.loss_mask_S for d in batch], top_k
+    )
+    return [
+        DocumentFeatures(d.document, d.token_ids_S, d.loss_mask_S, hidden_SLD[: len(d.token_ids_S)], *told)
+        for d, hidden_SLD, told in zip(batch, out.hidden_BSLD, teacher, strict=True)
+    ]
 
 
 def out_of_memory(e: BaseException) -> bool:

@@ -67,17 +67,22 @@ def test_nothing_is_copied_that_has_the_stored_dtype():
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 256])
-def test_compact_teacher_is_the_log_softmax(chunk):
+def test_compact_teacher_is_the_log_softmax_where_supervised(chunk):
     g = torch.Generator().manual_seed(0)
-    hidden, head = torch.randn(20, 8, generator=g), torch.randn(50, 8, generator=g)
-    tokens = torch.randint(0, 50, (20,), generator=g)
-    want = (hidden @ head.T).log_softmax(-1)
-    logprob, ids, logprobs = compact_teacher(hidden, head, tokens.numpy(), top_k=5, chunk_tokens=chunk)
-    assert logprob[0] == 0 and (ids[0] == 0).all()
-    torch.testing.assert_close(torch.from_numpy(logprob[1:]), want[:-1].gather(1, tokens[1:, None])[:, 0])
-    top = want[:-1].topk(5)
-    np.testing.assert_array_equal(ids[1:], top.indices.numpy())
-    torch.testing.assert_close(torch.from_numpy(logprobs[1:]).float(), top.values, rtol=0, atol=4e-3)
-    assert compact_teacher(hidden, lambda h: h @ head.T, tokens)[1:] == (None, None)
-    one = compact_teacher(hidden[:1], head, tokens[:1], top_k=2)
-    assert one[0].tolist() == [0] and one[1].shape == (1, 2)
+    hidden_BSD, head = torch.randn(2, 20, 8, generator=g), torch.randn(50, 8, generator=g)
+    tokens = [torch.randint(0, 50, (n,), generator=g).numpy() for n in (20, 13)]
+    masks = [np.ones(20, np.uint8), (np.arange(13) % 5 > 1).astype(np.uint8)]
+    made = compact_teacher(hidden_BSD, head, tokens, masks, top_k=5, chunk_tokens=chunk)
+    for row, (logprob, ids, logprobs) in enumerate(made):
+        at = np.flatnonzero(masks[row][1:]) + 1
+        want = (hidden_BSD[row] @ head.T).log_softmax(-1)[at - 1]
+        label = want.gather(1, torch.from_numpy(tokens[row][at])[:, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(logprob[at]), label)
+        top = want.topk(5)
+        np.testing.assert_array_equal(ids[at], top.indices.numpy())
+        torch.testing.assert_close(torch.from_numpy(logprobs[at]).float(), top.values, rtol=0, atol=4e-3)
+        for values in (logprob, ids, logprobs):
+            assert len(values) == len(tokens[row]) and not np.delete(values, at, 0).any()
+    assert compact_teacher(hidden_BSD, lambda h: h @ head.T, tokens, masks)[0][1:] == (None, None)
+    ((one, ids, _),) = compact_teacher(hidden_BSD[:1, :1], head, [tokens[0][:1]], [masks[0][:1]], top_k=2)
+    assert one.tolist() == [0] and ids.shape == (1, 2)

@@ -164,13 +164,9 @@ def _features(target: Target, rows: list[dict]) -> Iterator[DocumentFeatures]:
         for i, r in enumerate(batch):
             ids_BS[i, : len(r["token_ids"])] = torch.tensor(r["token_ids"])
         out = target.forward(ids_BS.to(target.device), logits="none")  # causal: padding behind a text changes nothing
-        for i, r in enumerate(batch):
-            n = len(r["token_ids"])
-            logprob_S, _, _ = compact_teacher(out.last_hidden_BSD[i, :n], target.logits, ids_BS[i, :n])
-            yield DocumentFeatures(
-                r["document"],
-                np.array(r["token_ids"], np.int32),
-                np.array(r["loss_mask"], np.uint8),
-                out.hidden_BSLD[i, :n].cpu(),
-                logprob_S,
-            )
+        tokens = [np.array(r["token_ids"], np.int32) for r in batch]
+        masks = [np.array(r["loss_mask"], np.uint8) for r in batch]
+        teacher = compact_teacher(out.last_hidden_BSD, target.logits, tokens, masks)
+        for i, (r, (logprob_S, _, _)) in enumerate(zip(batch, teacher, strict=True)):
+            hidden_SLD = out.hidden_BSLD[i, : len(tokens[i])].cpu()
+            yield DocumentFeatures(r["document"], tokens[i], masks[i], hidden_SLD, logprob_S)
