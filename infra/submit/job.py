@@ -124,7 +124,8 @@ def gpus(job: Job, profile: Profile) -> list[str]:
 
 
 def _slug(what: str, model: str, overrides: list[str]) -> str:
-    """A DNS label: Kubernetes adds five characters to it."""
+    """A DNS label that leaves room for what is added: KubeRay's operator refuses a RayJob of more than 47 characters,
+    and Kubernetes adds a dash and five of its own."""
     named = next((o.partition("=")[2].strip("\"'") for o in overrides if o.startswith("name=")), "")
     text = f"{what}-{named or Path(model).stem}".lower()
-    return re.sub(r"[^a-z0-9-]+", "-", text)[:50].strip("-")
+    return re.sub(r"[^a-z0-9-]+", "-", text)[:41].strip("-")

@@ -1,10 +1,12 @@
 """JSON schema of the RayJobs that KubeRay (ray.io/v1) takes, without the pods, which are Kubernetes' own.
 
-Written from KubeRay's API types and the reference generated from them. A field is here if KubeRay had it before 1.5.1
-and still has it in 1.7, plus `authOptions.mode`, which 1.5.1 brought: an older operator's definition would silently
-drop a newer field. For the same reason any other field is an error here, while Kubernetes would ignore it. `required`
-is what any of these versions requires. What the operator itself refuses (submission mode, service type, a time to live
-without a shutdown) is here too, although the definition takes any text there.
+Written from KubeRay's API types and the reference generated from them, and compared field by field with the published
+definition (`ray.io_rayjobs.yaml` of a release with `authOptions`): each field here is there, at the same place and of
+the same type. Left out are `deletionStrategy`, `networkIsolation`, `tlsOptions`, `upgradeStrategy` and the groups'
+`labels` and `resources`: an older operator's definition would silently drop them. For the same reason any other field is
+an error here, while Kubernetes would ignore it. `required` is what any version since 1.5.1 requires. What the operator
+itself refuses (service type, counts below zero, a time to live without a shutdown) is here too, although the definition
+takes any value there.
 """
 
 STRING, BOOL, NUMBER = {"type": "string"}, {"type": "boolean"}, {"type": "number"}
@@ -85,7 +87,7 @@ SPEC = closed(
     rayClusterSpec=CLUSTER,
     runtimeEnvYAML=STRING,
     shutdownAfterJobFinishes=BOOL,
-    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode"]},
+    submissionMode={"enum": ["K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode"]},
     submitterConfig=closed(backoffLimit=COUNT),
     submitterPodTemplate=KUBERNETES,
     suspend=BOOL,

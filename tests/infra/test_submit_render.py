@@ -239,6 +239,13 @@ def test_a_sweep_is_an_array_with_a_name_for_each_setting():
             planned(what, on, "--sweep", "a=1,2")
 
 
+def test_a_long_name_leaves_room_for_what_kubernetes_adds():
+    """The operator takes names of 47 characters: `validateRayJobMetadata`."""
+    words = ["MODEL=qwen3-8b", f"data.store={ADDRESS}", f"name={'a-very-long-name-' * 5}"]
+    made = kuberay.manifest(make_job("train", words, load_profile("kuberay", "", [])), load_profile("kuberay", "", []))
+    assert 30 < len(made["metadata"]["generateName"]) + 5 <= 47
+
+
 @pytest.mark.parametrize("on", ["ray", "kuberay", "slurm", "local"])
 def test_values_never_become_shell_syntax(on, tmp_path):
     """Whatever a value holds, it arrives as one argument: the rendered command is run with `echo` for python."""
