@@ -3,10 +3,10 @@
 Written from KubeRay's API types and the reference generated from them, and compared field by field with the published
 definition (`ray.io_rayjobs.yaml` of a release with `authOptions`): each field here is there, at the same place and of
 the same type. Left out are `deletionStrategy`, `networkIsolation`, `tlsOptions`, `upgradeStrategy` and the groups'
-`labels` and `resources`: an older operator's definition would silently drop them. For the same reason any other field is
-an error here, while Kubernetes would ignore it. `required` is what any version since 1.5.1 requires. What the operator
-itself refuses (service type, counts below zero, a time to live without a shutdown) is here too, although the definition
-takes any value there.
+`labels` and `resources`: an older operator's definition would silently drop them. For the same reason any other field
+is an error here, while Kubernetes would ignore it. `required` is what any version since 1.5.1 requires. What the
+operator itself refuses (service type, counts below zero, a time to live without a shutdown) is here too, although the
+definition takes any value there.
 """
 
 STRING, BOOL, NUMBER = {"type": "string"}, {"type": "boolean"}, {"type": "number"}
