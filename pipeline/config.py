@@ -149,8 +149,8 @@ class RayConfig(Config):
     """Where the work runs."""
 
     address: str = "local"
-    """"local" starts Ray for this run alone; "auto" (on one of its hosts) or "host:6379" joins a cluster. The
-    environment variable RAY_ADDRESS wins over "local"."""
+    """"local" starts Ray for this run alone; "auto" (on one of its hosts) or "host:6379" joins a cluster;
+    "ray://host:10001" runs on one from outside. The environment variable RAY_ADDRESS wins over "local"."""
     actors: int | None = Field(default=None, ge=1)
     """actors, each of which holds the target once; None: all GPUs, or without GPUs one per CPU, at most four"""
     num_cpus: int | None = Field(default=None, ge=1)
@@ -161,16 +161,6 @@ class RayConfig(Config):
     """0: CPU; 0.5: two actors share a GPU; 4: the target is spread over four"""
     max_failures: int = Field(default=3, ge=0)
     """times that a task is repeated after its actor died, before the job ends"""
-
-    @pydantic.field_validator("address")
-    @classmethod
-    def _no_client(cls, address: str) -> str:
-        if address.startswith("ray://"):  # its executor asks for a core worker, which a client does not have
-            raise ValueError(
-                f"{address!r} is Ray Client, through which Ray Data does not run; from outside the cluster submit the "
-                "job (make submit JOB=features ON=ray), on one of its hosts use 'auto'"
-            )
-        return address
 
 
 class FeaturesConfig(Config):

@@ -24,33 +24,42 @@ def start_ray(cfg: RayConfig) -> None:
     Raises:
         ResourceError: the cluster does not answer.
     """
+    import ray
+
+    if cfg.address == "local":
+        # what the object store holds is rows and receipts: token ids, 5 bytes a token, never hidden states
+        join_ray("local", num_cpus=cfg.num_cpus, include_dashboard=False, object_store_memory=256 * 2**20)
+    else:
+        join_ray(cfg.address)
+    for name in ("ray.data._internal", "ray.data.exceptions"):  # what they report is raised as well
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+
+
+def join_ray(address: str, *, log_to_driver: bool = False, **options: Any) -> None:
+    """`ray.init` without its chatter; nothing where this process has Ray already.
+
+    Raises:
+        ResourceError: the cluster does not answer.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else its C++ side prints hints for Ray's own developers
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     import ray
 
-    for name in ("ray.data._internal", "ray.data.exceptions"):  # what they report is raised as well
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    if not ray.is_initialized():
-        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-        try:
-            if cfg.address == "local":
-                # what the object store holds is rows and receipts: token ids, 5 bytes a token, never hidden states
-                ray.init(
-                    "local", num_cpus=cfg.num_cpus, include_dashboard=False, object_store_memory=256 * 2**20, **quiet
-                )
-            else:
-                ray.init(cfg.address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as e:
-            reason = str(e).strip().splitlines()[0]
-            raise ResourceError(
-                f"Ray at {cfg.address!r} does not answer ({reason}); start it, or set ray.address (RAY_ADDRESS) "
-                "to a running cluster"
-            ) from e
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address, logging_level=logging.ERROR, log_to_driver=log_to_driver, **options)
+    except (ConnectionError, ValueError, RuntimeError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise ResourceError(
+            f"Ray at {address!r} does not answer ({reason}); start it, or set ray.address (RAY_ADDRESS) to a running "
+            "cluster"
+        ) from e
 
 
 def actors_and_cpus(cfg: RayConfig) -> tuple[int, float, int]:

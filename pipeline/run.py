@@ -59,6 +59,10 @@ def build_features(cfg: FeaturesConfig) -> FeaturesResult:
     Raises:
         FlashdraftError: see the steps; what is finished is kept, and the same call goes on from there.
     """
+    if cfg.ray.address.startswith("ray://"):
+        from pipeline.client import build_on_cluster
+
+        return build_on_cluster(cfg)
     with ray_for_this_run():
         return _build(cfg, time.monotonic())
 

@@ -1,5 +1,7 @@
 """The features stage in MLflow: what went into the store, how fast, and how long documents and answers are."""
 
+from pathlib import Path
+
 import pyarrow.parquet as pq
 
 from features.writer import StoreWriter
@@ -30,7 +32,7 @@ def log_features(cfg: FeaturesConfig, result: FeaturesResult, run: str = "") -> 
         tracker.metrics(numbers)
         profile = {k: result.counts[k] for k in ("stored_documents", "stored_tokens", "shards")}
         tracker.dataset(cfg.target.name, result.fingerprint, result.store_path, profile, context="features")
-        if result.complete:
+        if result.complete and Path(result.work_folder).is_dir():  # a cluster's work folder may be out of reach
             _figures(tracker, result)
 
 

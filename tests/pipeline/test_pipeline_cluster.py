@@ -1,13 +1,19 @@
-"""The same call on a cluster of two nodes, with corpus and store on S3."""
+"""The same call on a cluster of two nodes, with corpus and store on S3, and from outside through Ray Client."""
 
 import logging
 import os
+import socket
+import subprocess
+import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
-from ray_kit import assert_features_are_the_targets, configured, corpus_file
+from ray_kit import assert_equal_stores, assert_features_are_the_targets, configured, corpus_file
 
 from pipeline.run import build_features
+
+ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 moto_server = pytest.importorskip("moto.server", reason="moto[server] is not installed")
@@ -25,6 +31,7 @@ def bucket():
         patch.setenv("AWS_ACCESS_KEY_ID", "test")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         patch.setenv("AWS_REGION", "us-east-1")
+        patch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # see `pipeline.client._connect`
         put(f"http://{host}:{port}/bucket")
         yield f"http://{host}:{port}/bucket"
     server.stop()
@@ -36,14 +43,22 @@ def put(url, data=b""):
 
 
 @pytest.fixture(scope="module")
-def cluster(bucket):
+def client_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def cluster(bucket, client_port):
     """Two nodes of one CPU; started after the bucket, whose address the nodes inherit."""
     import ray
     from ray.cluster_utils import Cluster
 
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    made = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    head = node | {"include_dashboard": False, "ray_client_server_port": client_port}
+    made = Cluster(initialize_head=True, head_node_args=head)
     made.add_node(**node)
     yield made.address
     ray.shutdown()
@@ -64,3 +79,25 @@ def test_two_nodes_share_the_shards_of_a_store_on_s3(cluster, bucket, tmp_path, 
     assert len(tokens) == 2 and tokens[0] > 0.25 * sum(tokens), tokens
     assert_features_are_the_targets(result.store_path, tiny)
     assert build_features(cfg).counts["computed_shards"] == 0
+
+
+def test_from_outside_through_ray_client(cluster, client_port, tmp_path):
+    """The driver runs on the cluster; progress, summary and errors come back, and the store is the same."""
+    corpus = corpus_file(tmp_path, rows=40)
+    here = build_features(configured(tmp_path, corpus, f"ray.address={cluster}", "ray.cpus_per_actor=1", name="here"))
+
+    def outside(*more):
+        settings = [f"ray.address=ray://127.0.0.1:{client_port}", "ray.actors=1", "ray.cpus_per_actor=1", *more]
+        command = [sys.executable, "-m", "pipeline", "--model", "tiny", "--corpus", corpus, *settings]
+        env = os.environ | {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180)
+
+    done = outside("store_root=outside", "data_root=data")
+    assert done.returncode == 0, done.stderr
+    assert "prefill 100%" in done.stdout + done.stderr and "documents    40" in done.stdout
+    (there,) = (tmp_path / "outside" / "tiny").iterdir()
+    assert_equal_stores(str(there), here.store_path)
+    again = outside("store_root=outside", "data_root=data")
+    assert again.returncode == 0 and "nothing to compute" in again.stdout, again.stderr
+    refused = outside("store_root=outside", "data_root=data", f'sources.kept.paths=["{tmp_path}/absent.jsonl"]')
+    assert refused.returncode == 2 and "absent.jsonl" in refused.stderr.splitlines()[-1], refused.stderr
