@@ -1,10 +1,10 @@
 """Host memory for tensors that live for a moment: taken from and given back to a small reserve.
 
 Fresh memory costs the kernel a page fault and a zeroing per page, about as much as the copy out of the page cache that
-fills it. A tensor from here returns its memory when the last view of it is gone, and the next that fits takes it.
+fills it. A tensor from here returns its memory when the last view of it is gone, and the next tensor takes what came
+back last, which may still be in the processor's cache, of what is large enough.
 """
 
-import bisect
 import ctypes
 import mmap
 import threading
@@ -22,7 +22,7 @@ class Buffers:
 
     def __init__(self, limit_bytes: int):
         self.limit_bytes = limit_bytes
-        self.free: list[tuple[int, int, mmap.mmap]] = []  # (bytes, id, block), ascending
+        self.free: list[mmap.mmap] = []  # in the order in which they came back
         self.lock = threading.RLock()  # re-entrant: a give-back may happen wherever Python drops a reference
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -31,8 +31,9 @@ class Buffers:
         if nbytes < SMALL_BYTES:
             return torch.empty(shape, dtype=dtype)
         with self.lock:
-            at = bisect.bisect_left(self.free, (nbytes,))
-            block = self.free.pop(at)[2] if at < len(self.free) else None
+            fits = (at for at in reversed(range(len(self.free))) if len(self.free[at]) >= nbytes)
+            at = next(fits, None)
+            block = None if at is None else self.free.pop(at)
         if block is None:
             # Up to a quarter larger, so that the block serves the next document of about this size too; pages that no
             # tensor has reached yet take no memory.
@@ -46,6 +47,6 @@ class Buffers:
 
     def _give_back(self, block: mmap.mmap) -> None:
         with self.lock:
-            bisect.insort(self.free, (len(block), id(block), block))
-            while len(self.free) > 1 and sum(size for size, _, _ in self.free) > self.limit_bytes:
-                self.free.pop(0)  # the smallest: a large block serves small tensors, but not the other way round
+            self.free.append(block)
+            while len(self.free) > 1 and sum(map(len, self.free)) > self.limit_bytes:
+                self.free.remove(min(self.free, key=len))  # a large block serves small tensors too

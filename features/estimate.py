@@ -121,7 +121,7 @@ def shard_bytes(spec: FeatureSpec, used: np.ndarray) -> np.ndarray:
     total = np.zeros(len(used), np.int64)
     for layout in array_layouts(spec).values():
         chunks = -(-used // layout.chunk_tokens)
-        total += chunks * (layout.chunk_bytes + 4) + layout.index_bytes
+        total += chunks * layout.chunk_stride + layout.index_bytes
     return total
 
 

@@ -10,7 +10,16 @@ import numpy as np
 
 from features.commits import Commit, attempt_path
 from features.files import IOV, Files, LocalFiles, ObjectFiles
-from features.layout import ABSENT, ArrayLayout, ObjectRecord, check_chunk, damaged, decode_index, object_digest
+from features.layout import (
+    ABSENT,
+    ALIGNMENT,
+    ArrayLayout,
+    ObjectRecord,
+    check_chunk,
+    damaged,
+    decode_index,
+    object_digest,
+)
 from features.threads import Helpers, crc32c
 
 Verify = Literal["first_touch", "always", "never"]
@@ -115,12 +124,12 @@ class ShardObject:
                 part[:] = whole[skip : skip + len(part)]
 
     def _append(self, reads: list[tuple[int, list[Any]]], offset: int, buffers: list[Any]) -> None:
-        """Add a read, to the last one where at most a checksum lies between: few calls for a whole document."""
+        """Add a read, to the last one where at most a checksum and zeros lie between: few calls for a document."""
         if reads and len(reads[-1][1]) < IOV:
             start, last = reads[-1]
             gap = offset - start - sum(map(len, last))
-            if gap in (0, 4):
-                last += [*([bytearray(4)] if gap else []), *buffers]
+            if 0 <= gap < 4 + ALIGNMENT:
+                last += [*([np.empty(gap, np.uint8)] if gap else []), *buffers]
                 return
         reads.append((offset, buffers))
 
@@ -161,16 +170,16 @@ class ShardObjectWriter:
         self.crcs = np.zeros(count, "<u4")
         self.parts: dict[int, tuple[np.ndarray, int]] = {}  # chunk -> bytes so far, rows that are still to come
         self.lock = threading.Lock()
-        self.out = files.open_parts(path, count * (layout.chunk_bytes + 4) + layout.index_bytes)
+        self.out = files.open_parts(path, count * layout.chunk_stride + layout.index_bytes)
 
     def write(self, first: int, data: np.ndarray) -> None:
         """Whole chunks from number `first` on, contiguous; again where a chunk is to be replaced."""
-        size, flat, parts = self.layout.chunk_bytes, _bytes_of(data), []
+        size, stride, flat, parts = self.layout.chunk_bytes, self.layout.chunk_stride, _bytes_of(data), []
         for i in range(len(flat) // size):
             chunk = flat[i * size : (i + 1) * size]
             self.crcs[first + i] = crc = crc32c(chunk)
-            parts += [chunk, crc.to_bytes(4, "little")]
-        self.out.write(first * (size + 4), parts)
+            parts += [chunk, crc.to_bytes(stride - size, "little")]  # the checksum, and zeros behind it
+        self.out.write(first * stride, parts)
 
     def put(self, row: int, data: np.ndarray) -> None:
         """Rows from `row` on that lie in one chunk, which is written when its last rows have come; each row once."""
@@ -189,15 +198,15 @@ class ShardObjectWriter:
     def close(self) -> ObjectRecord:
         """Write the index."""
         assert not self.parts
-        size, count = self.layout.chunk_bytes + 4, len(self.crcs)
+        stride, count = self.layout.chunk_stride, len(self.crcs)
         index = np.full((self.layout.num_chunks, 2), ABSENT, "<u8")
-        index[:count, 0] = np.arange(count, dtype=np.uint64) * size
-        index[:count, 1] = size
+        index[:count, 0] = np.arange(count, dtype=np.uint64) * stride
+        index[:count, 1] = self.layout.chunk_bytes + 4
         tail = index.tobytes()
         tail += crc32c(tail).to_bytes(4, "little")
-        self.out.write(count * size, [tail])
+        self.out.write(count * stride, [tail])
         self.out.close()
-        return ObjectRecord(count * size + len(tail), object_digest(self.crcs, tail))
+        return ObjectRecord(count * stride + len(tail), object_digest(self.crcs, tail))
 
     def abandon(self) -> None:
         """Drop what was written."""

@@ -177,7 +177,7 @@ def _check_bytes(files: Files, path: str, size: int, shard: int, layout: ArrayLa
         return Bad(shard, path, str(e).partition(": ")[2].partition(";")[0])
     chunks = [i for i in range(layout.num_chunks) if index[i, 0] >= 0]
     crcs = np.empty(len(chunks), "<u4")
-    per_read = max(1, READ_BYTES // (layout.chunk_bytes + 4))
+    per_read = max(1, READ_BYTES // layout.chunk_stride)
     for g in range(0, len(chunks), per_read):
         group = chunks[g : g + per_read]
         first, last = int(index[group, 0].min()), int(index[group].sum(1).max()) + 4

@@ -81,7 +81,7 @@ def create_store(
             "make both from the same documents"
         )
     layouts = array_layouts(spec)
-    largest = max(layout.num_chunks * (layout.chunk_bytes + 4) for layout in layouts.values())
+    largest = max(layout.num_chunks * layout.chunk_stride for layout in layouts.values())
     if is_remote(uri) and largest > MAX_PUT_BYTES:
         raise StoreError(
             f"a shard object of {largest / 2**30:.1f} GiB exceeds the 5 GiB of one object copy; "

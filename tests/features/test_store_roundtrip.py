@@ -1,5 +1,6 @@
 """What is written comes back, through our reader and through plain zarr."""
 
+import dataclasses
 import multiprocessing
 import pickle
 import resource
@@ -9,7 +10,10 @@ import pytest
 import torch
 from store_kit import Corpus, features_of
 
+from features.commits import commit_path, read_commit
+from features.layout import ObjectRecord, decode_index
 from features.reader import FeatureStore
+from features.threads import crc32c
 from features.verify import verify_store
 from features.writer import create_store
 from infra.errors import ResourceError, SpecMismatch, StoreError
@@ -44,6 +48,36 @@ def test_opens_in_plain_zarr(tmp_path):
         assert torch.equal(torch.from_numpy(bits).view(torch.bfloat16), want.hidden_SLD.bfloat16())
         for name, value in {"token_ids": want.token_ids_S, "target_logprob": want.target_logprob_S}.items():
             np.testing.assert_array_equal(group[name][a : a + row["length"]], value)
+
+
+WIDE = {"n": 4, "max_length": 48, "hidden_size": 8192, "shard_tokens": 128}  # 16 rows of 49 kB make a chunk
+
+
+@pytest.mark.parametrize("verify", ["first_touch", "always", "never"])
+def test_chunks_are_aligned_and_readers_do_not_rely_on_it(tmp_path, verify):
+    """Objects with nothing between their chunks, which stand in another order, are read as well."""
+    corpus = Corpus(**WIDE)
+    writer = corpus.build(tmp_path)
+    layout = writer.layouts["hidden"]
+    for shard in range(writer.num_shards):
+        commit, path = read_commit(writer.files, shard), layout.key(shard)
+        data = writer.files.read(path)
+        tail = data[-layout.index_bytes :]
+        index = decode_index(layout, tail, len(data), path)
+        there = [i for i in range(layout.num_chunks) if index[i, 0] >= 0]
+        assert len(there) > 1 and not (index[there, 0] % 64).any()
+        packed, raw = b"", np.frombuffer(tail[:-4], "<u8").reshape(-1, 2).copy()
+        for i in reversed(there):
+            raw[i, 0] = len(packed)
+            packed += data[index[i, 0] : index[i, 0] + layout.chunk_bytes + 4]
+        tail = raw.tobytes() + crc32c(raw.tobytes()).to_bytes(4, "little")
+        writer.files.write(path, packed + tail)
+        objects = commit.objects | {"hidden": ObjectRecord(len(packed + tail), "")}
+        writer.files.write(commit_path(shard), dataclasses.replace(commit, objects=objects).to_json())
+    writer.files.remove("manifest.json")
+    store = FeatureStore.open(writer.uri, verify=verify)
+    for _ in range(2):
+        corpus.check(store)
 
 
 def test_taps_are_layer_ids(tmp_path):
