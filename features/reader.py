@@ -183,6 +183,10 @@ class FeatureStore:
         first, count = self._range(row, start, stop)
         return self._rows(name, int(self._shard[row]), first, count)
 
+    def forget_checks(self) -> None:
+        """Check every chunk once more when it is read next (with `verify="first_touch"`)."""
+        self._checked.clear()
+
     def tap_indices(self, taps: tuple[int, ...]) -> list[int]:
         """Positions on the L axis of the given layer ids."""
         have = self.spec.tap_layer_ids

@@ -12,7 +12,7 @@ import datetime
 import functools
 import json
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,7 +230,7 @@ class StoreWriter:
     ) -> list[tuple[str, str, str]]:
         """Hidden states into their object, the rest into the buffers; what was rejected, as zeros."""
         left = {r["document"]: r for r in rows}
-        rejected = []
+        rejected, late = [], []
         for d in documents:
             row = left.pop(d.document, None)
             if row is None:
@@ -240,7 +240,7 @@ class StoreWriter:
             at = {n: b[row["start"] : row_end(row)] for n, b in self._buffers.items()}
             try:
                 check_document(d, row, self.spec)
-                if not self._write_hidden(hidden, row["start"], d.hidden_SLD, at.get("scale")):
+                if not self._write_hidden(hidden, row["start"], d.hidden_SLD, at.get("scale"), late):
                     raise Rejected("not_finite", "a hidden state is NaN or infinite, or overflows the storage dtype")
                 at["token_ids"][:] = d.token_ids_S
                 at["loss_mask"][:] = d.loss_mask_S
@@ -252,10 +252,11 @@ class StoreWriter:
                 reason, detail = e.args
                 rejected.append((d.document, reason, detail))
                 zeros_SLD = torch.zeros(1, 1, 1).expand(row["length"], self.spec.num_taps, self.spec.hidden_size)
-                self._write_hidden(hidden, row["start"], zeros_SLD, at.get("scale"))
+                self._write_hidden(hidden, row["start"], zeros_SLD, at.get("scale"), late)
                 for b in at.values():
                     b[:] = 0
             self._seen += 1
+        self._helpers.run(late)
         if left:
             raise StoreError(
                 f"shard {shard} got {len(rows) - len(left)} of its {len(rows)} planned documents and not "
@@ -266,10 +267,17 @@ class StoreWriter:
         return sorted(rejected)
 
     def _write_hidden(
-        self, hidden: ShardObjectWriter, start: int, hidden_SLD: torch.Tensor, scale_SL: np.ndarray | None
+        self,
+        hidden: ShardObjectWriter,
+        start: int,
+        hidden_SLD: torch.Tensor,
+        scale_SL: np.ndarray | None,
+        late: list[Callable[[], None]],
     ) -> bool:
         """A document's hidden states as rows from `start` on of the shard; its scales into `scale_SL`.
 
+        Args:
+            late: what the document before left to do, done here beside this one's; then what this one leaves.
         Returns:
             False when a value is not finite; the rows then have to be written once more.
         """
@@ -283,6 +291,7 @@ class StoreWriter:
         last = max(first, n - (start + n) % c)
         step = max(1, JOB_BYTES // hidden.layout.chunk_bytes) * c
         finite: list[bool] = []
+        edges: list[tuple[int, np.ndarray]] = []
 
         def bits_of(a: int, b: int) -> np.ndarray:
             bits, scale, fine = encode(hidden_SLD[a:b], storage)
@@ -294,12 +303,16 @@ class StoreWriter:
         def job(a: int, b: int) -> None:
             hidden.write((start + a) // c, bits_of(a, b))
 
-        self._helpers.run([functools.partial(job, a, min(a + step, last)) for a in range(first, last, step)])
-        edges = [(a, bits_of(a, b)) for a, b in ((0, first), (last, n)) if a < b]
+        def edge(a: int, b: int) -> None:
+            edges.append((start + a, bits_of(a, b)))
+
+        jobs = [functools.partial(job, a, min(a + step, last)) for a in range(first, last, step)]
+        jobs += [functools.partial(edge, a, b) for a, b in ((0, first), (last, n)) if a < b]
+        done, late[:] = late[:], []
+        self._helpers.run([*done, *jobs])
         if not all(finite):
             return False
-        for a, bits in edges:  # last, since a shared chunk takes each row once
-            hidden.put(start + a, bits)
+        late += [functools.partial(hidden.put, *rows) for rows in edges]  # a shared chunk takes each row once
         return True
 
     def _narrow(self) -> list[tuple[str, ArrayLayout]]:

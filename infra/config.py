@@ -45,16 +45,25 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """`"train.steps=50"` -> `(["train", "steps"], 50)`."""
+    """`"train.steps=50"` -> `(["train", "steps"], 50)`.
+
+    Values are TOML; what is none is text, also within a list: make and shells take the quotes of `rows=["a","b"]`.
+    """
     key, eq, value = text.partition("=")
     key = key.strip()
     if not eq or not key or any(not part for part in key.split(".")):
         raise ConfigError(f"override {text!r} is not of the form section.key=value; write for example train.steps=50")
+    return key.split("."), _parse_value(value.strip())
+
+
+def _parse_value(text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"v = {value}")["v"]
+        return tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    return key.split("."), parsed
+        inner = text[1:-1]
+        if (text[:1], text[-1:]) == ("[", "]") and not set(inner) & set("[]{}\"'"):
+            return [_parse_value(part.strip()) for part in inner.split(",") if part.strip()]
+        return text
 
 
 def apply_overrides(data: dict[str, Any], overrides: typing.Iterable[str]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Outer(Config):
         ("name=hello world", ["name"], "hello world"),
         ('name="50"', ["name"], "50"),
         ("ids=[1, 8]", ["ids"], [1, 8]),
+        ("rows=[sft-decay, rl,3]", ["rows"], ["sft-decay", "rl", 3]),
+        ("name=[a]{b}", ["name"], "[a]{b}"),
         ("flag=true", ["flag"], True),
         ("path=s3://bucket/x=y", ["path"], "s3://bucket/x=y"),
     ],
