@@ -9,6 +9,7 @@ there): what needs it is imported where it is used.
 
 import os
 import socket
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pipeline.run import FeaturesResult
 
 CONNECTIONS = 3
+LOG_DELAY_S = 1.0
+"""until the task's last lines, of which Ray's log monitor knows some tenths of a second later, have most likely come"""
 
 
 def build_on_cluster(cfg: "FeaturesConfig") -> "FeaturesResult":
@@ -47,6 +50,7 @@ def build_on_cluster(cfg: "FeaturesConfig") -> "FeaturesResult":
         options = {"num_cpus": 0, "max_retries": cfg.ray.max_failures, "scheduling_strategy": here}
         task = ray.remote(**options)(drive).remote(cfg.model_dump_json(), os.getcwd())
         found = ray.get(task)
+        time.sleep(LOG_DELAY_S)
     except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ConnectionError) as e:
         reason = " ".join(str(e).split())[:800]
         raise ResourceError(

@@ -82,7 +82,7 @@ def test_two_nodes_share_the_shards_of_a_store_on_s3(cluster, bucket, tmp_path, 
 
 
 def test_from_outside_through_ray_client(cluster, client_port, tmp_path):
-    """The driver runs on the cluster; progress, summary and errors come back, and the store is the same."""
+    """The driver runs on the cluster; summary and errors come back, and the store is the same."""
     corpus = corpus_file(tmp_path, rows=40)
     here = build_features(configured(tmp_path, corpus, f"ray.address={cluster}", "ray.cpus_per_actor=1", name="here"))
 
@@ -94,7 +94,7 @@ def test_from_outside_through_ray_client(cluster, client_port, tmp_path):
 
     done = outside("store_root=outside", "data_root=data")
     assert done.returncode == 0, done.stderr
-    assert "prefill 100%" in done.stdout + done.stderr and "documents    40" in done.stdout
+    assert "documents    40" in done.stdout
     (there,) = (tmp_path / "outside" / "tiny").iterdir()
     assert_equal_stores(str(there), here.store_path)
     again = outside("store_root=outside", "data_root=data")
