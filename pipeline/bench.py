@@ -3,7 +3,7 @@
     python -m pipeline.bench [model=smollm2-135m] [documents=16] [prompts=24] [new_tokens=48] [scale=8]
 
 The sides are timed in turns (ours, opponents, ours, opponents) and the best time of each counts, so that other work on
-the machine hits all. Both sides have all cores, unless OMP_NUM_THREADS says otherwise. About 4 minutes on two cores.
+the machine hits all. Both sides have all cores, unless OMP_NUM_THREADS says otherwise. About 7 minutes on two cores.
 """
 
 import json
