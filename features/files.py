@@ -260,10 +260,10 @@ class LocalParts:
             os.fsync(self.fd)
         self.abandon()
 
-    def abandon(self) -> None:
+    def abandon(self, close: Callable[[int], None] = os.close) -> None:
         fd, self.fd = self.fd, -1
         if fd >= 0:
-            os.close(fd)
+            close(fd)
 
     __del__ = abandon
 

@@ -5,10 +5,12 @@ A shard object without a compressor is plain (Zarr v3 specification, `sharding_i
 
     chunk 0 | crc32c | 0s | chunk 1 | crc32c | 0s | ... | index | crc32c of the index
 
-The index has (offset u64, nbytes u64) per chunk. The zeros let every chunk begin at a multiple of 64 bytes: the kernel
-copies from and to such addresses a fifth faster than where the four bytes of each checksum add up. A chunk that was
-never written has offset = nbytes = 2^64 - 1 and reads as zeros. Writers here leave out chunks that lie wholly behind
-the last planned document. Readers go by the index and assume neither an order nor an alignment.
+The index has (offset u64, nbytes u64) per chunk. The zeros let every large chunk begin at a page (0.6 % of its bytes),
+so that readers can map a document's chunks to one piece of memory (features/mapping.py), and every small one at a
+multiple of 64 bytes: the kernel copies from and to such addresses a fifth faster than where the four bytes of each
+checksum add up. A chunk that was never written has offset = nbytes = 2^64 - 1 and reads as zeros. Writers here leave
+out chunks that lie wholly behind the last planned document. Readers go by the index and assume neither an order nor an
+alignment.
 
 Legend: N tokens of the whole store, S tokens of a shard, c tokens of a chunk, L taps, D hidden size, k teacher
 candidates.
@@ -30,7 +32,11 @@ CHUNK_BYTES = 1024 * 1024
 """upper bound of an inner chunk of the wide arrays: small enough for the cache (a chunk is checked where it was just
 read) and for prefix reads over S3, large enough that Python's work per chunk (~10 us) disappears"""
 ALIGNMENT = 64
-"""bytes; a cache line"""
+"""bytes; a cache line. Where chunks begin"""
+PAGE = 4096
+"""bytes; where chunks of PAGED_BYTES and more begin"""
+PAGED_BYTES = 256 * 1024
+"""hidden states have such chunks; candidates (2 kB at D = 4096) would take three times their space"""
 ABSENT = 2**64 - 1
 HIDDEN_BITS = {"bf16": "<u2", "fp8_e4m3": "|u1", "fp32": "<u4"}
 LOGICAL = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp32": "float32"}
@@ -61,7 +67,8 @@ class ArrayLayout:
     @functools.cached_property
     def chunk_stride(self) -> int:
         """Bytes from one chunk of a written object to the next: the chunk, its checksum, and zeros."""
-        return -(-(self.chunk_bytes + 4) // ALIGNMENT) * ALIGNMENT
+        unit = PAGE if self.chunk_bytes >= PAGED_BYTES else ALIGNMENT
+        return -(-(self.chunk_bytes + 4) // unit) * unit
 
     @property
     def num_chunks(self) -> int:

@@ -3,10 +3,10 @@
     store = FeatureStore.open("data/store/qwen3-8b/0123456789ab")
     f = store.read(store.documents["document"][0].as_py(), stop=128)     # f.hidden_SLD: (128, L, D)
 
-Every read goes through the shard's own Zarr index and touches only the chunks it needs. Local shards are read with
-positioned reads into the caller's buffer rather than through a memory map: as fast (the copy out of the page cache is
-the cost of both), but a file that was cut short gives an error instead of killing the process with SIGBUS, and the
-reader's resident memory stays flat however many shards it has visited.
+Every read goes through the shard's own Zarr index and touches only the chunks it needs. In a local shard `read` maps
+them (features/mapping.py): its tensor is the page cache itself, present when `read` returns; a file that was cut short
+or cannot be read gives an error there. The mapping goes with the tensor, so a reader does not grow with what it has
+visited. `read_hidden` copies, with positioned reads, into memory of the caller (a batch, page-locked memory).
 
 Legend: S tokens, L taps, D hidden size, k teacher candidates.
 """
@@ -149,8 +149,10 @@ class FeatureStore:
         row = self.row(document)
         first, count = self._range(row, start, stop)
         S, L, D = count, self.spec.num_taps, self.spec.hidden_size
-        hidden = self.buffers.empty((S, L, D), LOAD_DTYPE[self.spec.storage_dtype])
-        self.read_hidden(row, hidden, start)
+        hidden = self._map_hidden(row, first, count)
+        if hidden is None:
+            hidden = self.buffers.empty((S, L, D), LOAD_DTYPE[self.spec.storage_dtype])
+            self.read_hidden(row, hidden, start)
         if taps is not None:
             hidden = hidden[:, self.tap_indices(taps)].contiguous()
         shard = int(self._shard[row])
@@ -205,6 +207,16 @@ class FeatureStore:
             )
         return int(self._start[row]) + start, stop - start
 
+    def _map_hidden(self, row: int, first: int, count: int) -> torch.Tensor | None:
+        """Rows of a shard's hidden states as mapped memory; None where that cannot be done."""
+        if self.spec.storage_dtype == "fp8_e4m3" or "hidden" in self._foreign_arrays():
+            return None
+        mapped = self._handle("hidden", int(self._shard[row])).map_rows(first, count, self.verify)
+        if mapped is None:
+            return None
+        hidden = torch.from_numpy(mapped).view(LOAD_DTYPE[self.spec.storage_dtype])
+        return hidden.view(count, self.spec.num_taps, self.spec.hidden_size)
+
     def _rows(self, name: str, shard: int, first: int, count: int) -> np.ndarray:
         layout = self.layouts[name]
         out = np.empty((count, *layout.trailing), layout.dtype)
@@ -213,12 +225,10 @@ class FeatureStore:
 
     def _read_into(self, name: str, shard: int, first: int, count: int, out: np.ndarray) -> None:
         """Bytes of rows [first, first + count) of a shard into `out` (uint8, flat)."""
-        if self._foreign is None:
-            self._foreign = self._foreign_arrays()
-        if name in self._foreign:
+        if (array := self._foreign_arrays().get(name)) is not None:
             layout = self.layouts[name]
             at = shard * layout.shard_tokens + first
-            out[:] = np.ascontiguousarray(self._foreign[name][at : at + count]).reshape(-1).view(np.uint8)
+            out[:] = np.ascontiguousarray(array[at : at + count]).reshape(-1).view(np.uint8)
             return
         self._handle(name, shard).read_rows(first, count, out, self.verify)
 
@@ -251,6 +261,8 @@ class FeatureStore:
 
     def _foreign_arrays(self) -> dict[str, Any]:
         """Arrays that somebody stored again with other codecs (compressed, say): zarr-python reads these."""
+        if self._foreign is not None:
+            return self._foreign
         foreign = {}
         for name, layout in self.layouts.items():
             try:
@@ -265,6 +277,7 @@ class FeatureStore:
                     zarr.storage.LocalStore(self.files.root) if local else zarr.storage.ObjectStore(self.files.store)
                 )
                 foreign[name] = zarr.open_array(store, path=name, mode="r")
+        self._foreign = foreign
         return foreign
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from features.commits import Commit, attempt_path
 from features.files import IOV, Files, LocalFiles, ObjectFiles
 from features.layout import (
     ABSENT,
-    ALIGNMENT,
+    PAGE,
     ArrayLayout,
     ObjectRecord,
     check_chunk,
@@ -20,15 +20,16 @@ from features.layout import (
     decode_index,
     object_digest,
 )
+from features.mapping import map_pieces, populate
 from features.threads import Helpers, crc32c
 
 Verify = Literal["first_touch", "always", "never"]
+MAPPED_BYTES = 512 * 1024
+"""rows of this size and more are mapped where they can be; below, a copy costs no more than the calls that map"""
 SMALL_OBJECT_BYTES = 256 * 1024
 """remote objects up to this size come in one request (token ids of 32,768 tokens: 128 kB)"""
 JOB_BYTES = 2 * 2**20
-"""read or written at once by one thread: enough to make calls cheap, few enough to be checked in the cache. Larger
-writes would be up to a tenth faster by themselves, but the kernel lets one thread at a time write a file: while one
-writes 2 MB the other looks at and sums the next, which takes as long."""
+"""read at once by one thread: enough to make calls cheap, few enough to be checked in the cache"""
 
 
 class ShardObject:
@@ -82,14 +83,15 @@ class ShardObject:
             return tail, size
         raise damaged(f"{self.files.uri}/{self.path}", "it is committed but the object is gone")
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        # `close` of its own: when Python ends, the module may be empty before the last object goes.
         if self.fd >= 0:
-            os.close(self.fd)
+            close(self.fd)
 
     def read_rows(self, first: int, count: int, out: np.ndarray, verify: Verify) -> None:
         """Bytes of rows [first, first + count) into `out` (uint8, flat)."""
         c, row_bytes, size = self.layout.chunk_tokens, self.layout.row_bytes, self.layout.chunk_bytes
-        checked = self.checked.get(self.key, 0) if verify == "first_touch" else 0
+        unchecked = self._unchecked(first, count, verify)
         jobs, reads, checks, waiting = [], [], [], 0
         # Example, c = 16, rows [10, 40): chunk 0 rows 10-15, chunk 1 whole, chunk 2 rows 32-39.
         for i in range(first // c, -(-(first + count) // c)):
@@ -98,22 +100,62 @@ class ShardObject:
             offset = self.index[i]
             if offset < 0:
                 part[:] = 0
-            elif verify == "never" or checked >> i & 1:
+            elif i not in unchecked:
                 self._append(reads, offset + (lo - i * c) * row_bytes, [part])
             else:
                 whole = part if len(part) == size else np.empty(size, np.uint8)
                 crc = np.empty(4, np.uint8)
                 self._append(reads, offset, [whole, crc])
                 checks.append((i, whole, crc, part, (lo - i * c) * row_bytes))
-                checked |= 1 << i
             waiting += len(part)
             if self.fd >= 0 and waiting >= JOB_BYTES:
                 jobs.append(functools.partial(self._read_and_check, reads, checks))
                 reads, checks, waiting = [], [], 0
         jobs.append(functools.partial(self._read_and_check, reads, checks))
         self.helpers.run(jobs)
-        if verify == "first_touch":
-            self.checked[self.key] = self.checked.get(self.key, 0) | checked
+        self._note(unchecked, verify)
+
+    def map_rows(self, first: int, count: int, verify: Verify) -> np.ndarray | None:
+        """The same rows as memory (uint8, flat) that is the page cache itself, every page of it present.
+
+        Returns:
+            None where they have to be read: in an object store, few rows, chunks that do not begin at pages.
+        """
+        c, row_bytes, size = self.layout.chunk_tokens, self.layout.row_bytes, self.layout.chunk_bytes
+        begin, end = first // c, -(-(first + count) // c)
+        if self.fd < 0 or count * row_bytes < MAPPED_BYTES or min(self.index[begin:end]) < 0:
+            return None
+        mapped = map_pieces(self.fd, self.index[begin:end], size)
+        if mapped is None:
+            return None
+        unchecked = self._unchecked(first, count, verify)
+        wanted = range((first - begin * c) * row_bytes, (first + count - begin * c) * row_bytes)
+
+        low, high = (0, len(mapped)) if unchecked else (wanted.start, wanted.stop)
+        try:
+            populate(mapped[low:high])  # in one call: two threads in the kernel's page tables hinder each other
+        except OSError as e:
+            raise damaged(self.where, str(e.strerror)) from None
+
+        def check(chunk: int) -> None:
+            crc = os.pread(self.fd, 4, self.index[chunk] + size)
+            check_chunk(mapped[(chunk - begin) * size :][:size], crc, self.where, chunk)
+
+        self.helpers.run([functools.partial(check, chunk) for chunk in unchecked])
+        self._note(unchecked, verify)
+        return mapped[wanted.start : wanted.stop]
+
+    def _unchecked(self, first: int, count: int, verify: Verify) -> set[int]:
+        """The chunks of rows [first, first + count) that are to be checked now."""
+        if verify == "never":
+            return set()
+        checked = self.checked.get(self.key, 0) if verify == "first_touch" else 0
+        chunks = range(first // self.layout.chunk_tokens, -(-(first + count) // self.layout.chunk_tokens))
+        return {i for i in chunks if self.index[i] >= 0 and not checked >> i & 1}
+
+    def _note(self, intact: set[int], verify: Verify) -> None:
+        if verify == "first_touch" and intact:
+            self.checked[self.key] = self.checked.get(self.key, 0) | sum(1 << i for i in intact)
 
     def _read_and_check(self, reads: list[tuple[int, list[Any]]], checks: list[tuple[Any, ...]]) -> None:
         """`reads`: (offset in the object, buffers); `checks`: (chunk, bytes, crc, wanted part, bytes to skip)."""
@@ -128,7 +170,7 @@ class ShardObject:
         if reads and len(reads[-1][1]) < IOV:
             start, last = reads[-1]
             gap = offset - start - sum(map(len, last))
-            if 0 <= gap < 4 + ALIGNMENT:
+            if 0 <= gap < 4 + PAGE:
                 last += [*([np.empty(gap, np.uint8)] if gap else []), *buffers]
                 return
         reads.append((offset, buffers))

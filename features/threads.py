@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import numpy as np
 from crc32c import crc32c as _crc32c
@@ -26,24 +27,69 @@ class Helpers:
         Raises:
             whatever a task raised, after all have ended: they write into memory of the caller.
         """
-        left = iter(tasks)
-
-        def work() -> None:
-            for task in left:
+        with self.backlog() as backlog:
+            backlog.add(tasks[1:])
+            for task in tasks[:1]:
                 task()
 
-        helpers = min(self.count, len(tasks) - 1)
-        futures = [self.pool.submit(work) for _ in range(helpers)] if self.pool and helpers > 0 else []
-        try:
-            work()
-        finally:
-            errors = []
-            for future in futures:
-                future.cancel()  # one that has not begun finds nothing left to do
-                with contextlib.suppress(CancelledError):
-                    errors.append(future.exception())
+    def backlog(self) -> "Backlog":
+        """Tasks for the helpers that become known little by little."""
+        return Backlog(self)
+
+
+class Backlog:
+    """Tasks that the helpers work on from `add` on, and the caller in `help`; none is left behind `with`."""
+
+    def __init__(self, helpers: Helpers):
+        self.helpers = helpers
+        self.tasks: deque[Callable[[], None]] = deque()
+        self.futures: list[Future[None]] = []
+
+    def add(self, tasks: Sequence[Callable[[], None]]) -> None:
+        """
+        Raises:
+            whatever a task raised in a helper so far.
+        """
+        ended = [f for f in self.futures if f.done()]
+        self.futures = [f for f in self.futures if f not in ended]
+        for future in ended:
+            future.result()
+        self.tasks.extend(tasks)
+        if (pool := self.helpers.pool) is not None:
+            more = min(self.helpers.count - len(self.futures), len(self.tasks))
+            self.futures += [pool.submit(self.help) for _ in range(more)]
+
+    def help(self, leave: int = 0) -> None:
+        """Run tasks here until at most `leave` wait."""
+        while len(self.tasks) > leave:
+            try:
+                task = self.tasks.popleft()
+            except IndexError:  # somebody else was faster
+                return
+            task()
+
+    def __enter__(self) -> "Backlog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """
+        Raises:
+            whatever a task raised, after all have ended.
+        """
+        errors = []
+        if kind is not None:
+            self.tasks.clear()
+        while self.tasks:
+            try:
+                self.help()
+            except Exception as e:  # raised below, when nothing runs any more
+                errors.append(e)
+        for future in self.futures:
+            future.cancel()  # one that has not begun finds nothing left to do
+            with contextlib.suppress(CancelledError):
+                errors.append(future.exception())
         for error in errors:
-            if error is not None:
+            if error is not None and kind is None:
                 raise error
 
 

@@ -61,3 +61,50 @@ def test_busy_helpers_are_not_waited_for():
     shared.run([lambda: done.append(1)] * 2)
     assert len(done) == 2 and not blocker.done()
     free.set()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_backlog_takes_tasks_little_by_little_and_leaves_none(count):
+    done = []
+    with helpers(count).backlog() as backlog:
+        for i in range(20):
+            backlog.add([lambda i=i, j=j: done.append((i, j)) for j in range(i % 4)])
+            backlog.help(leave=3)
+            assert len(backlog.tasks) <= 3
+    assert sorted(done) == [(i, j) for i in range(20) for j in range(i % 4)]
+
+
+def test_a_backlog_works_while_the_caller_is_away():
+    done = threading.Event()
+    with helpers(1).backlog() as backlog:
+        backlog.add([done.set])
+        assert done.wait(30)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_error_in_a_backlog_ends_it_when_nothing_runs_any_more(count):
+    running, begun = [], []
+
+    def slow():
+        begun.append(1)
+        running.append(1)
+        time.sleep(0.05)
+        running.pop()
+
+    def bad():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"), helpers(count).backlog() as backlog:
+        for _ in range(50):
+            backlog.add([slow, bad])
+            backlog.help(leave=1)
+            time.sleep(0.01)
+    assert not running and len(begun) < 50
+
+
+def test_what_waits_in_a_backlog_is_dropped_when_its_caller_fails():
+    done = []
+    with pytest.raises(KeyError), helpers(0).backlog() as backlog:
+        backlog.add([lambda: done.append(1)])
+        raise KeyError
+    assert done == []
