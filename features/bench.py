@@ -129,7 +129,7 @@ def bench_io(folder: Path, D: int, tokens: int, rounds: int) -> list[dict[str, A
         rows = torch.from_numpy(np.array(flat[shard * S : (shard + 1) * S])).view(torch.bfloat16)
         safetensors.torch.save_file({"hidden": rows}, folder / f"{D}-{shard}.safetensors")
     flat.flush()
-    flat = np.memmap(folder / f"flat-{D}", np.uint16, "r", shape=flat.shape)
+    flat = np.memmap(folder / f"flat-{D}", np.uint16, "c", shape=flat.shape)  # torch wants memory it may write into
     array = zarr.open(writer.uri, mode="r")["hidden"]
     order = np.random.default_rng(1).permutation(len(where)).tolist()
     opened = {s: safetensors.safe_open(folder / f"{D}-{s}.safetensors", "pt") for s in range(store.num_shards)}
