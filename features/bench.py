@@ -32,11 +32,12 @@ import torch
 import zarr
 
 from features.commits import commit_path
+from features.document import DocumentFeatures
 from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
 from features.reader import FeatureStore
 from features.spec import FeatureSpec
 from features.stream import AnchorStream, StreamConfig
-from features.writer import DocumentFeatures, StoreWriter, create_store
+from features.writer import StoreWriter, create_store
 from infra.cli import main
 from infra.provenance import provenance, write_json
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from features.document import DocumentFeatures
 from features.estimate import check_room, with_dtype
 from features.precision import LOAD_DTYPE, decode_fp8, encode
 from features.reader import FeatureStore
 from features.spec import HIDDEN_BYTES, FeatureSpec, StorageDtype
-from features.writer import DocumentFeatures, create_store, read_plan
+from features.tables import read_plan
+from features.writer import create_store
 from infra.errors import ConfigError
 from infra.progress import Progress
 

@@ -15,10 +15,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from features.document import DocumentFeatures
 from features.target import Target, load_target
 from features.target_config import TargetConfig
 from features.teacher import compact_teacher
-from features.writer import DocumentFeatures, StoreWriter
+from features.writer import StoreWriter
 from pipeline.pool import Work
 
 GPU_BATCH_TOKENS, CPU_BATCH_TOKENS = 8_192, 1_024

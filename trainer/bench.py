@@ -20,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from features.document import DocumentFeatures
 from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
 from features.reader import FeatureStore
 from features.spec import FeatureSpec
 from features.stream import AnchorBatch, AnchorStream
 from features.target import FrozenHead
-from features.writer import DocumentFeatures, create_store
+from features.writer import create_store
 from infra.cli import main as run_command
 from infra.provenance import write_json
 from trainer import checkpoint

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from eval.decode import DecodeSettings, plain_decode
+from features.document import DocumentFeatures
 from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
 from features.spec import FeatureSpec
-from features.writer import DocumentFeatures, create_store
+from features.writer import create_store
 from trainer.drafter.checkpoint import save_drafter
 from trainer.drafter.config import DrafterConfig
 from trainer.drafter.init import init_random

@@ -6,9 +6,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from features.document import DocumentFeatures
 from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan, split_of
 from features.spec import FeatureSpec
-from features.writer import DocumentFeatures, create_store
+from features.writer import create_store
 
 
 def make_documents(n=24, seed=0, max_length=48, min_length=6, vocab=320):

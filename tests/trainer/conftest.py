@@ -55,7 +55,7 @@ def tiny_store(tiny, tiny_documents, tmp_path_factory) -> str:
 
 
 def features(tiny, row: dict):
-    from features.writer import DocumentFeatures
+    from features.document import DocumentFeatures
 
     ids = torch.tensor([row["token_ids"]])
     out = tiny.forward(ids)

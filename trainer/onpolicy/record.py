@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from eval.decode import DecodeSettings, Proposer, Trace, decode
+from features.document import DocumentFeatures
 from features.target import Target
-from features.writer import DocumentFeatures
 
 
 @dataclasses.dataclass

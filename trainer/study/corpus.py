@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 import tomli_w
 import torch
 
+from features.document import DocumentFeatures
 from features.plan import DOCUMENT_SCHEMA, corpus_digest, document_id, make_plan
 from features.reader import FeatureStore
 from features.spec import FeatureSpec, store_path
 from features.target import Target
 from features.teacher import compact_teacher
-from features.writer import DocumentFeatures, create_store
+from features.writer import create_store
 from infra.progress import Progress
 
 STORIES = Path("../shared/models/stories260K")
