@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from trainer.drafter.attention import ContextRanges, Execution, anchored_attention
 from trainer.drafter.cache import BlockView, DrafterCache
+from trainer.drafter.parts import MLP, RMSNorm
 
 if TYPE_CHECKING:  # the model itself needs torch and transformers only
     from trainer.drafter.config import DrafterConfig
@@ -66,8 +67,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(D, cfg.num_key_value_heads * E, bias=bias)
         self.v_proj = nn.Linear(D, cfg.num_key_value_heads * E, bias=bias)
         self.o_proj = nn.Linear(cfg.num_attention_heads * E, D, bias=bias)
-        self.q_norm = Qwen3RMSNorm(E, eps=cfg.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(E, eps=cfg.rms_norm_eps)
+        self.q_norm = RMSNorm(E, eps=cfg.rms_norm_eps)
+        self.k_norm = RMSNorm(E, eps=cfg.rms_norm_eps)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
@@ -81,9 +82,9 @@ class Layer(nn.Module):
     def __init__(self, cfg: DrafterConfig, layer: int):
         super().__init__()
         self.self_attn = Attention(cfg, layer)
-        self.mlp = Qwen3MLP(qwen3_config(cfg))
-        self.input_layernorm = Qwen3RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.mlp = MLP(qwen3_config(cfg))
+        self.input_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, eps=cfg.rms_norm_eps)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """What follows the attention: output projection, residual, MLP. attended [..., H, E]."""
@@ -100,12 +101,12 @@ class Drafter(nn.Module):
         D = cfg.hidden_size
         context_width = D * (cfg.num_taps if cfg.conditioning == "kv_injection" else 1)
         self.fc = nn.Linear(context_width, D, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(D, eps=cfg.rms_norm_eps)
+        self.hidden_norm = RMSNorm(D, eps=cfg.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(cfg, i) for i in range(cfg.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(D, eps=cfg.rms_norm_eps)
+        self.norm = RMSNorm(D, eps=cfg.rms_norm_eps)
         if cfg.conditioning == "input_fusion":
             self.feature_fc = nn.Linear(D * cfg.num_taps, D, bias=False)
-            self.feature_norm = Qwen3RMSNorm(D, eps=cfg.rms_norm_eps)
+            self.feature_norm = RMSNorm(D, eps=cfg.rms_norm_eps)
             self.fuse = nn.Linear(2 * D, D, bias=False)
         self.rotary = Rotary(cfg)
         self.execution: Execution = "auto"
