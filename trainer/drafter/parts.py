@@ -1,7 +1,7 @@
 """Qwen3's norm and MLP with less kept for the backward pass: the same outputs bit by bit, and the same gradients.
 
-As transformers writes them, autograd keeps every intermediate. At 8,192 rows (512 blocks of 16), D = 4096 and an MLP of
-12,288 in bf16, one layer's MLP keeps 805 MB besides its input, each of its two norms 201 MB, and the whole layer 1.8 GB.
+As transformers writes them, autograd keeps every intermediate. At 8,192 rows (512 blocks of 16), D = 4096 and an MLP
+of 12,288 in bf16, one layer's MLP keeps 805 MB besides its input, each of its two norms 201 MB, the whole layer 1.8 GB.
 What the matrix products do not need is computed again in the backward pass instead, elementwise: the MLP keeps 403 MB,
 a norm its input of 67 MB, the layer 0.9 GB.
 
