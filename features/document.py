@@ -20,6 +20,8 @@ class DocumentFeatures:
     `topk_*[t]` describe the target's distribution for token t given the tokens before t, as `target_logprob_S[t]` does;
     all are 0 where the loss mask is, and at index 0.
     A document that could not be computed comes with `error` (a sentence) and goes to the rejects.
+    The writer may still be at work on `hidden_SLD` when it asks for the next document: memory that is used again for
+    that one must not be handed over.
     """
 
     document: str

@@ -153,7 +153,7 @@ class FeatureStore:
         if hidden is None:
             hidden = self.buffers.empty((S, L, D), LOAD_DTYPE[self.spec.storage_dtype])
             self.read_hidden(row, hidden, start)
-        if taps is not None:
+        if taps is not None and taps != self.spec.tap_layer_ids:
             hidden = hidden[:, self.tap_indices(taps)].contiguous()
         shard = int(self._shard[row])
         small = {n: self._rows(n, shard, first, count) for n in self.layouts if n not in ("hidden", "scale")}
