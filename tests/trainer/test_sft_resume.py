@@ -78,10 +78,10 @@ def test_muon_resumes_bit_for_bit_and_on_other_ranks(alone, back, two_ranks, run
     assert alone["muon"] is None and alone["muon-again"] is None
     assert records(runs / "muon-again") == records(runs / "muon")
     assert records(runs / "muon")[-1]["loss"] != records(whole)[-1]["loss"]
-    # orthogonalising magnifies rounding
-    assert_close(records(two_ranks["muon"]), records(runs / "muon"), rel=1e-3)
+    # Muon orthogonalises in bf16 (2^-9): losses differ by up to 5e-5, norms of gradients by up to 1e-3
+    assert_close(records(two_ranks["muon"]), records(runs / "muon"), rel=2e-4, norm_rel=5e-3)
     assert back["muon"] is None
-    assert_close(records(runs / "back-muon"), records(runs / "muon"), rel=1e-3)
+    assert_close(records(runs / "back-muon"), records(runs / "muon"), rel=2e-4, norm_rel=5e-3)
 
 
 def test_training_ends_when_the_drafter_gets_no_better(alone, runs):
