@@ -63,7 +63,7 @@ def records(run: Path) -> list[dict]:
 
 
 def assert_close(ours: list[dict], theirs: list[dict], rel: float = 2e-5, norm_rel: float | None = None) -> None:
-    """Equal to rounding: other ranks and ZeRO stages add in another order. `norm_rel`: of gradient norms, else `rel`."""
+    """Equal to rounding: other ranks and ZeRO stages add in another order. `norm_rel`: of gradient norms."""
     assert [(r["step"], r["lr"], r["documents"]) for r in ours] == [
         (r["step"], r["lr"], r["documents"]) for r in theirs
     ]
