@@ -6,9 +6,9 @@ pages of 31 MB present takes the kernel 0.8 ms, copying them 3 ms.
 """
 
 import ctypes
-import errno
 import itertools
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -82,14 +82,14 @@ def populate(memory: np.ndarray) -> None:
     """Make the pages of (a part of) a mapping present, reading the file where it is not in the page cache.
 
     Raises:
-        OSError: the file ends before, or cannot be read.
+        OSError: EFAULT where the file ends before or cannot be read; ENOMEM.
     """
     assert libc is not None
     start = memory.ctypes.data
     first = start - start % mmap.PAGESIZE
     if libc.madvise(first, start + memory.nbytes - first, _MADV_POPULATE_READ):
         code = ctypes.get_errno()
-        raise OSError(code, "it ends early or cannot be read" if code == errno.EFAULT else errno.errorcode[code])
+        raise OSError(code, os.strerror(code))
 
 
 def _release(base: int, total: int, count: int) -> None:

@@ -1,5 +1,6 @@
 """One shard object: reading rows of it, and writing it piece by piece."""
 
+import errno
 import functools
 import os
 import threading
@@ -135,7 +136,9 @@ class ShardObject:
         try:
             populate(mapped[low:high])  # in one call: two threads in the kernel's page tables hinder each other
         except OSError as e:
-            raise damaged(self.where, str(e.strerror)) from None
+            if e.errno == errno.EFAULT:
+                raise damaged(self.where, "it ends early or cannot be read") from None
+            return None  # no memory, say: not the file's fault, and reading tells
 
         def check(chunk: int) -> None:
             crc = os.pread(self.fd, 4, self.index[chunk] + size)

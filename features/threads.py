@@ -76,18 +76,17 @@ class Backlog:
         Raises:
             whatever a task raised, after all have ended.
         """
-        errors = []
         if kind is not None:
             self.tasks.clear()
-        while self.tasks:
-            try:
-                self.help()
-            except Exception as e:  # raised below, when nothing runs any more
-                errors.append(e)
-        for future in self.futures:
-            future.cancel()  # one that has not begun finds nothing left to do
-            with contextlib.suppress(CancelledError):
-                errors.append(future.exception())
+        errors = []
+        try:
+            self.help()
+        finally:
+            self.tasks.clear()  # left over where one failed
+            for future in self.futures:
+                future.cancel()  # one that has not begun finds nothing left to do
+                with contextlib.suppress(CancelledError):
+                    errors.append(future.exception())
         for error in errors:
             if error is not None and kind is None:
                 raise error
